@@ -15,7 +15,6 @@ RESEARCH = Program(
     "What measures Outrider, from a checkout; `python -m research` runs it.",
     {
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
-        "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"

@@ -79,4 +79,3 @@ RECORD = Command(
     ),
 )
 LINES = Command("research.lines:show")
-WAY = Command("research.token_way:show")

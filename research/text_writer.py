@@ -38,34 +38,19 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextVectors:
-    """The steering vectors of one text: `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
-
-    first: int
-    rows: np.ndarray
-
-    def at(self, position: int) -> np.ndarray | None:
-        """Return the vector [rank] of `position`; None: it has none."""
-        index = position - self.first
-        return self.rows[index] if 0 <= index < len(self.rows) else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class WrittenText:
     """A prompt and the target's text after it.
 
     Attributes:
         transcript: [p + n] prompt and text.
-        limit: number of tokens that the text could have; an EOS token ends it earlier.
-        vectors: steering vectors from the last position of the prompt on, by projection.
-        logits: [n, vocab] float32, the target's for each token; None: not kept.
+        vectors: [n, rank] float32 steering vectors from the last position of the prompt on, by projection.
+        logits: [n, vocab] float32, the target's for each token.
     """
 
     request: TextRequest
     transcript: tuple[int, ...]
-    limit: int
-    vectors: Mapping[str, TextVectors] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
+    vectors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    logits: torch.Tensor | None = None  # None: no longer kept
 
     @property
     def prompt_length(self) -> int:
@@ -75,10 +60,6 @@ class WrittenText:
     def tokens(self) -> tuple[int, ...]:
         return self.transcript[self.prompt_length :]
 
-    def __len__(self) -> int:
-        """Return n, the number of tokens of text."""
-        return len(self.transcript) - self.prompt_length
-
 
 @dataclass(slots=True, eq=False)
 class _Sheet:
@@ -87,6 +68,7 @@ class _Sheet:
     request: TextRequest
     session: VerifierSession
     vectors: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    logits: list[torch.Tensor] = field(default_factory=list)
     handle: Handle = field(init=False)  # from when it is admitted
 
     @property
@@ -94,11 +76,9 @@ class _Sheet:
         """Positions that it may come to need."""
         return self.session.prompt_length + self.session.sampling.max_tokens
 
-    def text(self, logits: torch.Tensor | None = None) -> WrittenText:
-        session = self.session
-        first = session.prompt_length - 1
-        vectors = {name: TextVectors(first, np.stack(rows)) for name, rows in self.vectors.items()}
-        return WrittenText(self.request, tuple(session.transcript), session.sampling.max_tokens, vectors, logits)
+    def text(self) -> WrittenText:
+        vectors = {name: np.stack(rows) for name, rows in self.vectors.items()}
+        return WrittenText(self.request, tuple(self.session.transcript), vectors, torch.stack(self.logits))
 
     def row(self, *, tapped: bool) -> StepRow:
         session = self.session
@@ -111,16 +91,10 @@ class _Sheet:
 class TextWriter:
     """A decoder of prompts with the target alone, many at once.
 
-    Args:
-        target: the model that writes; tapped from now on, if there is a projection.
-        projections: projections whose steering vectors are wanted, by id; None: none.
-        at_once: number of texts that are written at the same time.
+    The target is tapped from now on for the steering vectors of `projections`, by id.
     """
 
-    def __init__(
-        self, target: Target, projections: Mapping[str, Projection] | None = None, *, at_once: int = AT_ONCE
-    ) -> None:
-        projections = projections or {}
+    def __init__(self, target: Target, projections: Mapping[str, Projection] = {}, *, at_once: int = AT_ONCE) -> None:
         self._backend = TransformersBackend(target)
         self._at_once = at_once
         self._tapped = tapped_layers(projections)
@@ -136,45 +110,23 @@ class TextWriter:
             eos_tokens=target.eos_tokens,
         )
 
-    def write(self, requests: Sequence[TextRequest]) -> list[WrittenText]:
-        """Return the requested texts, in their order.
-
-        Raises:
-            ConfigError: a prompt is empty or too long; it is named.
-        """
-        sheets = [self._sheet(request) for request in requests]
-        for _ in self._steps(sheets, self._at_once):
-            pass
-        return [sheet.text() for sheet in sheets]
-
-    def stream(self, requests: Iterable[TextRequest]) -> Iterator[WrittenText]:
-        """Yield each text as soon as it is written, with the target's logits of every token.
+    def write(self, requests: Iterable[TextRequest]) -> Iterator[WrittenText]:
+        """Yield each text as soon as it is written.
 
         Raises:
             ConfigError: a prompt is empty or too long; raised before anything is written.
         """
-        sheets = [self._sheet(request) for request in requests]
-        longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
+        waiting, writing = deque(map(self._sheet, requests)), list[_Sheet]()
+        longest = max((sheet.request.sampling.max_tokens for sheet in waiting), default=1)
         at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._rules.vocab_size)))
-        kept: dict[_Sheet, list[torch.Tensor]] = {}
-        for step, logits in self._steps(sheets, at_once):
-            for sheet, row in zip(step, logits, strict=True):
-                kept.setdefault(sheet, []).append(row.clone())  # a view would keep the whole step
-            for sheet in step:
-                if sheet.session.finish is not None:
-                    yield sheet.text(torch.stack(kept.pop(sheet)))
-
-    def _steps(self, sheets: Sequence[_Sheet], at_once: int) -> Iterator[tuple[list[_Sheet], torch.Tensor]]:
-        """Yield, until all are finished, the sheets of each step and the logits [sheets, vocab] of their tokens."""
-        waiting, writing = deque(sheets), list[_Sheet]()
         while waiting or writing:
             writing += self._admit(waiting, writing, at_once - len(writing))
-            logits = self._step(writing)
-            for sheet in writing:
-                if sheet.session.finish is not None:
-                    self._backend.release(sheet.handle)
-            yield writing, logits
+            self._step(writing)
+            finished = [sheet for sheet in writing if sheet.session.finish is not None]
             writing = [sheet for sheet in writing if sheet.session.finish is None]
+            for sheet in finished:
+                self._backend.release(sheet.handle)
+            yield from (sheet.text() for sheet in finished)
 
     def _sheet(self, request: TextRequest) -> _Sheet:
         rules = self._rules
@@ -206,14 +158,14 @@ class TextWriter:
             admitted.append(waiting.popleft())
         return admitted
 
-    def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
-        """Give each sheet its next token; return the logits [sheets, vocab] of these."""
+    def _step(self, sheets: Sequence[_Sheet]) -> None:
+        """Give each sheet its next token."""
         output = self._backend.step([sheet.row(tapped=bool(self._projections)) for sheet in sheets])
         for name, project in self._projections.items():
             indices = [self._tapped.index(layer) for layer in project.layers]
             taps = output.taps.unflatten(1, (len(self._tapped), -1))[:, indices].flatten(1)  # type: ignore[union-attr]
             for sheet, vector in zip(sheets, project(taps), strict=True):
                 sheet.vectors.setdefault(name, []).append(vector)
-        for sheet, sampled in zip(sheets, output.sampled, strict=True):
+        for sheet, sampled, logits in zip(sheets, output.sampled, output.logits, strict=True):  # type: ignore[arg-type]
             sheet.session.on_verified(Verified((), sampled.tokens), 0.0)  # type: ignore[union-attr]
-        return output.logits  # type: ignore[return-value]
+            sheet.logits.append(logits.clone())  # a view would keep the whole step

@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.edge.decoding import ANSWER_WITHIN_S, Attempts
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceRules, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -43,16 +43,16 @@ from outrider.proto.types import (
     Open,
     Opened,
     Patience,
-    Ping,
     Pong,
     Sampling,
     SessionReport,
 )
 from research.chaos.chaos_verifier import SimulatedCall, Verifier
-from research.chaos.coordinator import CoordinatorCalls
-from research.chaos.world import MODEL, TOKENIZER, VOCAB, LocalClock, OneWay, Path, ToyTarget, Violation, World
+from research.chaos.coordinator import Coordinator
+from research.chaos.world import MODEL, TOKENIZER, VOCAB, LocalClock, OneWay, Path, ToyTarget, Violation, World, once
 
 OPEN_S = 30.0  # the edge's default
+CALL_S = 10.0  # the deadline of a call to the coordinator
 MAX_UNDER_WAY = 400
 SPENT = "tokens a minute"  # in every error of a key that has none left
 
@@ -62,7 +62,6 @@ class Turn:
     """A turn of a conversation.
 
     Attributes:
-        prompt: new tokens.
         after_s: time that the user thinks before it, in seconds.
         forgets: tokens at the end of the transcript that it does not follow.
     """
@@ -74,12 +73,7 @@ class Turn:
 
 
 class TurnCheck:
-    """Compares what a user gets with the text of plain decoding, token by token.
-
-    Attributes:
-        emitted: tokens so far.
-        cancelled: whether the user has stopped the turn.
-    """
+    """Compares what a user gets with the text of plain decoding, token by token."""
 
     def __init__(self, turn: Turn, prompt: tuple[int, ...], target: ToyTarget) -> None:
         self.emitted: list[CommittedToken] = []
@@ -120,11 +114,7 @@ class TurnCheck:
 
 
 class ToyDrafter:
-    """Keeps the prefix that it was given, and fails where a job does not follow it.
-
-    Attributes:
-        fails: whether it is broken from the next job on.
-    """
+    """Keeps the prefix that it was given; a job that does not follow it is a violation."""
 
     def __init__(self, choose: Callable[[tuple[int, ...]], int], right: float, rng: random.Random) -> None:
         """Propose the token that `choose` gives after a prefix, with chance `right`."""
@@ -160,120 +150,11 @@ class ToyDrafter:
         return self._choose(prefix) if self._rng.random() < self._right else self._rng.randrange(VOCAB)
 
 
-class StreamGuard:
-    """The guard of one session's streams, one after the other."""
-
-    def __init__(
-        self,
-        world: World,
-        clock: LocalClock,
-        coordinator: CoordinatorCalls,
-        verifiers: dict[str, tuple[Verifier, Path]],
-        send: Callable[[Ping], None],
-        leave: Callable[[Lease], None],
-    ) -> None:
-        """Send pings by `send`, and `leave` a silent verifier for the one of another lease."""
-        self._world = world
-        self._clock = clock
-        self._coordinator = coordinator
-        self._verifiers = verifiers
-        self._send = send
-        self._leave = leave
-        self._times, self._rules, self._budget = AnswerTimes(), SilenceRules(), ReopenBudget()
-        self._watch: SilenceWatch | None = None
-        self._idle = False
-        self._verifier = ""
-        self._opened_at = 0.0
-        self._usual_s: Callable[[], float] = lambda: 0.0
-        self._request: Callable[[str], LeaseRequest] | None = None
-
-    def begin(self, verifier: str, usual_s: Callable[[], float], request: Callable[[str], LeaseRequest]) -> None:
-        """Guard a stream to `verifier`, just opened; `request` asks for another, and `usual_s` is the round trip."""
-        self._opened_at = self._clock.monotonic()
-        self._verifier, self._usual_s, self._request = verifier, usual_s, request
-        self._idle = False
-        watch = self._watch = SilenceWatch(self._times, self._rules, self._opened_at)
-        self._look_later(watch)
-
-    def end(self) -> None:
-        self._watch = None
-
-    def hear(self, frame: CloudFrame) -> None:
-        if self._watch is not None:
-            self._watch.hear(frame, self._clock.monotonic())
-
-    def rest(self) -> None:
-        """Watch no more until `resume`: no text runs."""
-        self._idle = True
-
-    def resume(self) -> None:
-        if self._idle and self._watch is not None:
-            self._idle = False
-            self._watch.resume(self._clock.monotonic())
-            self._look_later(self._watch)
-
-    def _look_later(self, watch: SilenceWatch) -> None:
-        self._clock.after(watch.next_look - self._clock.monotonic(), partial(self._look, watch, watch.next_look))
-
-    def _look(self, watch: SilenceWatch, planned: float) -> None:
-        if watch is not self._watch or self._idle or planned != watch.next_look:
-            return
-        word = watch.look(self._clock.monotonic(), self._usual_s())
-        if isinstance(word, Silent):
-            self._find_another(watch, word)
-            return
-        if word is not None:
-            self._send(word)
-        self._look_later(watch)
-
-    def _find_another(self, watch: SilenceWatch, word: Silent) -> None:
-        """Leave the stream for a verifier that answers now, or look again some time later."""
-        over = False
-
-        def settle(found: Lease | None) -> None:
-            nonlocal over
-            if over or watch is not self._watch:
-                return
-            over, now = True, self._clock.monotonic()
-            if found is not None and watch.silent and not self._idle:
-                self._budget.take(self._verifier, self._opened_at, now)
-                self._world.counts["left for silence"] += 1
-                self._leave(found)
-            else:
-                watch.postpone(now)
-                if not self._idle:
-                    self._look_later(watch)
-
-        def granted(result: Lease | OutriderError) -> None:
-            if isinstance(result, OutriderError):
-                settle(None)
-            else:
-                self._knock(result, settle)
-
-        if self._request is None or not self._budget.allows(self._verifier, self._opened_at, self._clock.monotonic()):
-            settle(None)
-            return
-        self._clock.after(max(ANSWER_WITHIN_S, word.bound_s), partial(settle, None))
-        self._coordinator.lease(self._request(self._verifier), granted)
-
-    def _knock(self, lease: Lease, settle: Callable[[Lease | None], None]) -> None:
-        """Connect to the verifier of a lease, which answers if it runs and can be reached."""
-        verifier, path = self._verifiers[lease.verifier]
-
-        def answer() -> None:
-            if verifier.is_up:
-                verifier.process.serve(lambda: OneWay(self._world, path).send(partial(settle, lease)))
-
-        OneWay(self._world, path).send(answer)
-
-
 @dataclass(frozen=True, slots=True)
 class Habits:
     """Plan of one edge for its session.
 
     Attributes:
-        session: id.
-        turns: turns that the user will ask for, one after the other.
         keep_s: time to keep the session between turns; 0: each turn has a stream of its own.
         right: chance that a draft is the target's token; None: nothing is drafted.
         encoded: whether its frames pass through the codec.
@@ -291,10 +172,7 @@ class Edge:
     """One edge: the shell around its session machine, and a user who reads what comes.
 
     Attributes:
-        habits: what it wants.
-        machine: session machine.
         attempts: rules of its streams.
-        call: present stream; None: none.
         address: verifier of the newest stream; empty: there was none.
         errors: errors that turns have ended with.
         over: whether the user wants no more.
@@ -308,7 +186,8 @@ class Edge:
         world: World,
         clock: LocalClock,
         habits: Habits,
-        calls: CoordinatorCalls,
+        coordinator: Coordinator,
+        control_path: Path,
         verifiers: dict[str, tuple[Verifier, Path]],
         watch: Callable[[Edge], None],
     ) -> None:
@@ -316,12 +195,14 @@ class Edge:
         self.habits = habits
         self.clock = clock
         self.call: SimulatedCall | None = None
+        self.address = ""
         self.errors: list[OutriderError] = []
         self.over = self.dead = self.starved = self.crowded = False
+        self.control_path = control_path
         self.verifiers = verifiers
-        self.coordinator = calls
         self.drafter = ToyDrafter(self._choose, habits.right or 0.0, random.Random(world.rng.randrange(1 << 30)))
         self._world = world
+        self._coordinator = coordinator
         self._watch = watch
         self._turn_number = 0
         first = habits.turns[0]
@@ -340,20 +221,19 @@ class Edge:
         self.attempts = Attempts(self.machine)
         self.check = TurnCheck(first, first.prompt, world.target_of(first.sampling))
         self._known: dict[str, Opened] = {}
-        self.address = ""
         self._answered = False
         self._waits = False  # for a turn to begin
         self._elsewhere: Lease | None = None  # where a silent verifier is left for
-        self.guard = StreamGuard(world, clock, calls, verifiers, self._ping, self._leave_silent)
+        self._answers, self._budget = AnswerTimes(), ReopenBudget()
+        self._silence: SilenceWatch | None = None  # of the stream that is open
+        self._opened_at = 0.0
+        self._avoid: tuple[str, ...] = ()  # as the stream was opened
 
     def _choose(self, prefix: tuple[int, ...]) -> int:
         return self._world.target_of(self.machine.sampling).token(prefix).id
 
     def note(self, *what: object) -> None:
         self._world.note(self.habits.session, *what)
-
-    def session_has_ended(self) -> bool:
-        return self.call is not None and self.call.served is not None and self.call.served.has_ended
 
     # --- the user ---
 
@@ -377,20 +257,20 @@ class Edge:
     def _end_turn(self, done: Done) -> None:
         """Check what the user has got, and ask for the next turn some time later."""
         self.note("is done:", done.finish, done.error or "")
-        self.guard.rest()
         self.check.end(done, self.machine)
         if done.error is not None:
             self.errors.append(done.error)
             self._world.disturb(0.0)  # the next turn may take as long
+        tokens = len(self.check.emitted)
         self._world.counts["turns"] += 1
-        self._world.counts["tokens"] += len(self.check.emitted)
-        self._report()
+        self._world.counts["tokens"] += tokens
+        self._report(self.machine.verifier, tokens)
         self._turn_number += 1
         if self._turn_number < len(self.habits.turns):
             self.clock.after(self.habits.turns[self._turn_number].after_s, self._begin_turn)
         else:
             # An asynchronous generator is closed by the loop that reads it, some time after its last item.
-            self.clock.after(0.001, self.close)
+            self.clock.after(0.001, self._close)
 
     def _begin_turn(self) -> None:
         if self.dead:
@@ -401,24 +281,33 @@ class Edge:
         self.check = TurnCheck(turn, prompt, self._world.target_of(turn.sampling))
         self.note("begins another turn at", start)
         self.handle(TurnBegun(start, turn.prompt, turn.sampling))
-        self.guard.resume()
+        if self._silence is not None:
+            self._silence.resume(self.clock.monotonic())
+            self._look_later(self._silence)
         if self._waits:
             self._waits = False
             self._attempt()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if not self.dead:
             self.handle(StopRequested())
             self.over = True
             self._close_call()
 
-    def _report(self) -> None:
-        verifier, tokens = self.machine.verifier, len(self.check.emitted)
-        self.coordinator.report(SessionReport(self.habits.session, MODEL, verifier, committed_tokens=tokens))
+    # --- calls to the coordinator ---
 
-    def _give_back(self) -> None:
-        """Report that no verifier took the session."""
-        self.coordinator.report(SessionReport(self.habits.session, MODEL, ""))
+    def _lease(self, request: LeaseRequest, answer: Callable[[Lease | OutriderError], None]) -> None:
+        answer = once(answer)
+        OneWay(self._world, self.control_path).send(partial(self._ask_coordinator, request, answer))
+        self.clock.after(CALL_S, partial(answer, Unavailable("does not answer", field="coordinator")))
+
+    def _ask_coordinator(self, request: LeaseRequest, answer: Callable[[Lease | OutriderError], None]) -> None:
+        OneWay(self._world, self.control_path).send(partial(answer, self._coordinator.answer(request)))
+
+    def _report(self, verifier: str, tokens: int = 0) -> None:
+        """Report the end of a text; an empty name of the verifier gives back a lease that nobody used."""
+        report = SessionReport(self.habits.session, MODEL, verifier, committed_tokens=tokens)
+        OneWay(self._world, self.control_path).send(partial(self._coordinator.report, report))
 
     # --- streams, as the shipped loop opens and leaves them ---
 
@@ -433,7 +322,7 @@ class Edge:
         if elsewhere is not None:
             self._leased(elsewhere)
         else:
-            self.coordinator.lease(self._request(self.attempts.avoid), self._leased)
+            self._lease(self._request(self.attempts.avoid), self._leased)
 
     def _request(self, avoid: tuple[str, ...], *, suspected: bool = False) -> LeaseRequest:
         epoch = self.machine.next_epoch
@@ -446,27 +335,24 @@ class Edge:
             self._lose(result)
             return
         if not self.attempts.wanted:
-            self._give_back()
+            self._report("")
             self._waits = True
             return
         self.attempts.begin()
         verifier, path = self.verifiers[result.verifier]
         self.address = verifier.name
         self._answered = False
-        self.call = call = SimulatedCall(self._world, path, self, verifier, encoded=self.habits.encoded)
+        self.call = call = SimulatedCall(
+            self._world, path, self.received, self.broken, verifier, encoded=self.habits.encoded
+        )
         self._world.counts["streams"] += 1
         self.note("opens a stream to", verifier.name)
         self.handle(StreamReady(result.token, self._known.get(verifier.name)))
         self.clock.after(OPEN_S, partial(self._time_out, call))
-        avoid = self.attempts.avoid
-
-        def request_another(silent: str) -> LeaseRequest:
-            return self._request((*(name for name in avoid if name != silent), silent), suspected=True)
-
         if call is self.call:
-            self.guard.begin(verifier.name, lambda: self.machine.round_trip_s, request_another)
-            if self.machine.done:
-                self.guard.rest()
+            self._avoid, self._opened_at = self.attempts.avoid, self.clock.monotonic()
+            self._silence = SilenceWatch(self._answers, self._budget.rules, self._opened_at)
+            self._look_later(self._silence)
 
     def _time_out(self, call: SimulatedCall) -> None:
         if call is self.call and not self._answered and not self.over:
@@ -480,7 +366,8 @@ class Edge:
             if self.call is not None:
                 self.handle(frame)
             return
-        self.guard.hear(frame)
+        if self._silence is not None:
+            self._silence.hear(frame, self.clock.monotonic())
         if isinstance(frame, Goaway) and SPENT in frame.reason:
             self._starve(frame.retry_after_s)
         if isinstance(frame, Opened):
@@ -492,7 +379,9 @@ class Edge:
             self._answered = True
             self.attempts.answered()
         if call is self.call and not self.attempts.stays:
-            self._leave(broken=self.attempts.wanted)
+            if self.attempts.wanted:
+                self.attempts.failed(self.address)
+            self._leave()
 
     def broken(self, call: SimulatedCall, error: OutriderError) -> None:
         if call is not self.call or self.dead:
@@ -507,34 +396,79 @@ class Edge:
         self.crowded |= error.field == "api_key"
         self.note("loses its stream:", error)
         self.handle(Disconnected(error))
-        self._leave(broken=False)
+        self._leave()
 
     def _starve(self, seconds: float) -> None:
         self.starved = True
         self._world.wait(min(seconds, RetryRules().abandon_after_s))
 
-    def _leave(self, *, broken: bool) -> None:
-        if broken:
-            self.attempts.failed(self.address)
+    def _leave(self) -> None:
         self._close_call()
         self.clock.after(self.attempts.pause_s, self._attempt)
 
-    def _ping(self, ping: Ping) -> None:
-        if self.call is not None and not self.dead:
-            self.call.send_up(ping)
-
-    def _leave_silent(self, elsewhere: Lease) -> None:
-        """Leave a verifier that is silent for one that answers."""
-        if self.call is not None and not self.over:
-            self._elsewhere = elsewhere
-            self.note(self.address, "is silent; leaves it for", elsewhere.verifier)
-            self.broken(self.call, Unavailable(f"verifier {self.address} is silent"))
-
     def _close_call(self) -> None:
-        self.guard.end()
+        self._silence = None
         call, self.call = self.call, None
         if call is not None:
             call.leave()
+
+    # --- a silent verifier, as the shipped loop leaves it ---
+
+    def _look_later(self, watch: SilenceWatch) -> None:
+        self.clock.after(watch.next_look - self.clock.monotonic(), partial(self._look, watch, watch.next_look))
+
+    def _look(self, watch: SilenceWatch, planned: float) -> None:
+        if watch is not self._silence or self.machine.done or planned != watch.next_look:
+            return
+        word = watch.look(self.clock.monotonic(), self.machine.round_trip_s)
+        if isinstance(word, Silent):
+            self._find_another(watch, word)
+            return
+        if word is not None and self.call is not None:
+            self.call.send_up(word)
+        self._look_later(watch)
+
+    def _find_another(self, watch: SilenceWatch, word: Silent) -> None:
+        """Leave the stream for a verifier that answers in time, or look again some time later."""
+        settle: Callable[[Lease | None], None] = once(partial(self._settle, watch))
+
+        def granted(result: Lease | OutriderError) -> None:
+            if isinstance(result, OutriderError):
+                settle(None)
+            else:
+                self._knock(result, settle)
+
+        if not self._budget.allows(self.address, self._opened_at, self.clock.monotonic()):
+            settle(None)
+            return
+        self.clock.after(max(ANSWER_WITHIN_S, word.bound_s), partial(settle, None))
+        avoid = (*(name for name in self._avoid if name != self.address), self.address)
+        self._lease(self._request(avoid, suspected=True), granted)
+
+    def _knock(self, lease: Lease, settle: Callable[[Lease | None], None]) -> None:
+        """Connect to the verifier of a lease, which answers if it runs and can be reached."""
+        verifier, path = self.verifiers[lease.verifier]
+
+        def answer() -> None:
+            if verifier.is_up:
+                verifier.process.serve(lambda: OneWay(self._world, path).send(partial(settle, lease)))
+
+        OneWay(self._world, path).send(answer)
+
+    def _settle(self, watch: SilenceWatch, found: Lease | None) -> None:
+        if watch is not self._silence or self.call is None:
+            return
+        now = self.clock.monotonic()
+        if found is None or not watch.silent or self.machine.done:
+            watch.postpone(now)
+            if not self.machine.done:
+                self._look_later(watch)
+            return
+        self._budget.take(self.address, self._opened_at, now)
+        self._world.counts["left for silence"] += 1
+        self._elsewhere = found
+        self.note(self.address, "is silent; leaves it for", found.verifier)
+        self.broken(self.call, Unavailable(f"verifier {self.address} is silent"))
 
     # --- the machine ---
 

@@ -34,8 +34,8 @@ class StepFault(Exception):
     """A step that fails, as a target's may."""
 
 
-class StepTrouble:
-    """The faults of one process's steps.
+class ToyRunner(TimedRunner):
+    """Runs batches on the toy target, or lets them fail.
 
     Attributes:
         failures: next steps that fail; infinite: all do, from now on.
@@ -43,46 +43,34 @@ class StepTrouble:
         slow: whether steps take `SLOW_STEP_S`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World, clock: LocalClock, pages: CountedPages) -> None:
+        super().__init__(pages, clock.monotonic)
         self.failures = 0.0
         self.max_rows = math.inf
         self.slow = False
-
-    def meet(self, shares: Sequence[Share], poisoned: set[str]) -> None:
-        """Raise where the step of `shares` fails: for itself, for its size, or for a text of `poisoned` sessions."""
-        if self.failures:
-            self.failures -= 1
-            raise StepFault("a step fails")
-        if sum(share.num_rows for share in shares) > self.max_rows:
-            raise MemoryError
-        if any(share.slot.session.id in poisoned for share in shares):
-            raise FloatingPointError("the logits of a text are no numbers")
-
-
-class ToyRunner(TimedRunner):
-    """Runs batches on the toy target, or lets them fail."""
-
-    def __init__(self, world: World, clock: LocalClock, pages: CountedPages, trouble: StepTrouble) -> None:
-        super().__init__(pages, clock.monotonic)
         self._world = world
-        self._trouble = trouble
 
     def seconds(self, batch: Batch) -> float:
-        return SLOW_STEP_S if self._trouble.slow else 0.004 + 0.001 * batch.num_rows
+        return SLOW_STEP_S if self.slow else 0.004 + 0.001 * batch.num_rows
 
     def after(self, session: VerifierSession, block: tuple[DraftToken, ...]) -> tuple[CommittedToken, ...]:
         return self._world.target_of(session.sampling).after(session.transcript, block)
 
     def run(self, shares: Sequence[Share]) -> StepResult:
-        self._trouble.meet(shares, self._world.poisoned)
+        if self.failures:
+            self.failures -= 1
+            raise StepFault("a step fails")
+        if sum(share.num_rows for share in shares) > self.max_rows:
+            raise MemoryError
+        if any(share.slot.session.id in self._world.poisoned for share in shares):
+            raise FloatingPointError("the logits of a text are no numbers")
         return super().run(shares)
 
 
 class ToyOwnDrafter:
-    """A drafter that proposes the target's tokens now and then.
+    """A drafter that proposes the target's tokens with chance `right`.
 
     Attributes:
-        right: chance of that.
         fails: whether every proposal fails.
         num_open: prefixes that are open.
         worked_s: virtual time of its work since somebody has last reset that, in seconds.
@@ -135,27 +123,36 @@ class ToyOwnPrefix(TokenPrefix):
         self._drafter.num_open -= 1
 
 
-class SimulatedThreads:
-    """The threads of a source, each of which works for one task at a time.
+class OwnDrafting:
+    """The own drafter of one process, and the threads of its source, each of which works for one task at a time.
 
     Attributes:
+        source: source that the engine drives.
         stuck_until: true time until which no thread comes back from its work.
     """
 
-    def __init__(self, world: World, threads: int, drafting: OwnDrafting) -> None:
-        self.num_threads = threads
+    def __init__(
+        self, world: World, clock: LocalClock, later: Callable[[float, Event], None], right: float, threads: int
+    ) -> None:
+        """Draft in so many threads; `later` has the process do something after seconds of its clock."""
+        self.num_threads = self._idle = threads
         self.stuck_until = 0.0
+        self.drafter = ToyOwnDrafter(world, right)
+        price = world.rng.choice((None, 0.0, 1.0))
+        self.source = LocalSource(OwnDrafter(self.drafter, VOCAB), self, price, self._reads)
         self._world = world
-        self._drafting = drafting
-        self._idle = threads
+        self._clock = clock
+        self._later = later
         self._waiting: list[DraftTask] = []
+
+    # --- the threads ---
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def submit(self, task: DraftTask) -> None:
-        task.queued_at = self._drafting.clock.monotonic()
+        task.queued_at = self._clock.monotonic()
         task.due_since = task.due_since or task.queued_at
         task.began_at = 0.0
         self._waiting.append(task)
@@ -174,23 +171,23 @@ class SimulatedThreads:
     def _begin(self) -> None:
         """Let idle threads take tasks; what a commit overtakes they have drafted before it, or have yet to draft."""
         while self._idle and self._waiting:
-            now = self._drafting.clock.monotonic()
+            now = self._clock.monotonic()
             task = next_task(self._waiting, now)
             self._waiting.remove(task)
             self._idle -= 1
             if self._world.rng.random() < 0.5:
-                result, seconds = self._drafting.work(task)
-                self._drafting.later(seconds, partial(self._end, task, result))
+                result, seconds = self._work(task)
+                self._later(seconds, partial(self._end, task, result))
             else:
                 task.began_at = now
-                self._drafting.later(self._world.rng.uniform(0.0, 0.01), partial(self._work, task))
+                self._later(self._world.rng.uniform(0.0, 0.01), partial(self._work_and_end, task))
 
-    def _work(self, task: DraftTask) -> None:
-        self._end(task, self._drafting.work(task)[0])
+    def _work_and_end(self, task: DraftTask) -> None:
+        self._end(task, self._work(task)[0])
 
     def _end(self, task: DraftTask, result: Drafted | BaseException | None) -> None:
         if self._world.now < self.stuck_until:
-            self._world.clock.at(self.stuck_until, partial(self._drafting.later, 0.0, partial(self._end, task, result)))
+            self._world.clock.at(self.stuck_until, partial(self._later, 0.0, partial(self._end, task, result)))
             return
         self._idle += 1
         if result is None:
@@ -199,33 +196,12 @@ class SimulatedThreads:
         task.answer(task, result)
         self._begin()
 
-
-class OwnDrafting:
-    """The own drafter of one process.
-
-    Attributes:
-        clock: clock of the process.
-        later: has the process do something after seconds of its clock.
-        threads: those that draft.
-        drafter: the drafter.
-        source: source that the engine drives.
-    """
-
-    def __init__(
-        self, world: World, clock: LocalClock, later: Callable[[float, Event], None], right: float, threads: int
-    ) -> None:
-        self.clock = clock
-        self.later = later
-        self.threads = SimulatedThreads(world, threads, self)
-        self.drafter = ToyOwnDrafter(world, right)
-        price = world.rng.choice((None, 0.0, 1.0))
-        self.source = LocalSource(OwnDrafter(self.drafter, VOCAB), self.threads, price, self._reads)
-        self._world = world
+    # --- the work ---
 
     def _reads(self) -> float:
-        return self.clock.monotonic() + self.drafter.worked_s
+        return self._clock.monotonic() + self.drafter.worked_s
 
-    def work(self, task: DraftTask) -> tuple[Drafted | BaseException | None, float]:
+    def _work(self, task: DraftTask) -> tuple[Drafted | BaseException | None, float]:
         """Return the result of a task's next piece, and the virtual seconds that it takes."""
         self.drafter.worked_s = 0.0
         result: Drafted | BaseException | None
@@ -259,14 +235,7 @@ class OwnDrafting:
 
 
 class Shape(NamedTuple):
-    """The size of a verifier.
-
-    Attributes:
-        pages: KV pages.
-        max_sessions: most sessions.
-        right: chance that its own drafter proposes the target's token; None: it has none.
-        threads: threads of that.
-    """
+    """The size of a verifier; `right` is the chance of its own drafter, None: it has none."""
 
     pages: int
     max_sessions: int
@@ -275,12 +244,7 @@ class Shape(NamedTuple):
 
 
 class SimulatedEngine(VirtualEngine):
-    """The shipped engine on a counted KV cache, which may stand still, and whose steps may fail.
-
-    Attributes:
-        trouble: what goes wrong in its steps.
-        pages: its KV cache.
-    """
+    """The shipped engine on a counted KV cache, which may stand still, and whose steps may fail."""
 
     def __init__(
         self,
@@ -296,22 +260,14 @@ class SimulatedEngine(VirtualEngine):
     ) -> None:
         """Decode with the pages and slots of `shape`.
 
-        Args:
-            world: world of the schedule.
-            clock: clock of its process.
-            rules: rules that sessions are told.
-            shape: size of the verifier.
-            source: its own drafter, if it has one.
-            watch: called with the id of a session after its commit.
-            awake: called when it gets something to do.
-            still_until: true time until which it stands still; infinite: for ever.
-            on_failure: called when no step succeeds any more.
+        `watch` is called with the id of a session after its commit, `awake` when there is something to do, and
+        `on_failure` when no step succeeds any more; until the true time `still_until` it stands still.
         """
-        self.trouble = StepTrouble()
         self.pages = CountedPages(shape.pages, toy_facts(TOKENIZER, VOCAB, CONTEXT, frozenset({EOS})), world.rng)
+        self.steps = ToyRunner(world, clock, self.pages)
         super().__init__(
             self.pages,
-            ToyRunner(world, clock, self.pages, self.trouble),
+            self.steps,
             rules,
             shape.max_sessions,
             Batching(),

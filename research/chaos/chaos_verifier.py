@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
@@ -60,11 +60,7 @@ SERVER_S = 0.0002  # of the server's event loop, for one item
 
 
 class CountedBucket(Bucket):
-    """A bucket that notes what is taken out of it.
-
-    Attributes:
-        spent: tokens taken out so far.
-    """
+    """A bucket that notes how many tokens are taken out of it."""
 
     spent = 0.0
 
@@ -74,11 +70,7 @@ class CountedBucket(Bucket):
 
 
 class CountedMeters(Meters):
-    """The buckets of one process, and what its streams must have cost.
-
-    Attributes:
-        due: tokens that the streams that have ended must have cost.
-    """
+    """The buckets of one process, and the tokens that its streams that have ended must have cost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,11 +88,7 @@ class CountedMeters(Meters):
 
 
 class StreamCost:
-    """The cost of one stream: what its turns bring until they are read, then what was read, and what was generated.
-
-    Attributes:
-        tokens: cost so far.
-    """
+    """The cost of one stream: what its turns bring until they are read, then what was read, and what was generated."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -130,28 +118,26 @@ class StreamCost:
             raise Violation(f"{who} goes on with {level:.1f} tokens of its key, having read {self._read}")
 
 
-class CallingEnd(Protocol):
-    """The edge's end of a call."""
-
-    def received(self, call: SimulatedCall, frame: CloudFrame) -> None:
-        """Take a frame."""
-
-    def broken(self, call: SimulatedCall, error: OutriderError) -> None:
-        """Note that the call has ended."""
-
-
 class SimulatedCall:
     """One call: frames arrive in order; an end that leaves is known to the other when the path lets it know.
 
     Attributes:
-        edge_open: whether the edge's end is open.
         served: the verifier's end; None: it is not or no longer there.
         silent: whether the connection drops everything without a word (half-open).
         copies: frames in each direction that will still come twice.
         strays: whether frames still come to an edge that has left.
     """
 
-    def __init__(self, world: World, path: Path, caller: CallingEnd, server: Verifier, *, encoded: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        path: Path,
+        received: Callable[[SimulatedCall, CloudFrame], None],
+        broken: Callable[[SimulatedCall, OutriderError], None],
+        server: Verifier,
+        *,
+        encoded: bool,
+    ) -> None:
         """Call the server; `encoded` lets every frame pass through the codec."""
         self.edge_open = True
         self.served: ServedStream | None = None
@@ -159,7 +145,7 @@ class SimulatedCall:
         self.copies = 0
         self.strays = False
         self._world = world
-        self._caller = caller
+        self._received, self._broken = received, broken
         self._up, self._down = OneWay(world, path), OneWay(world, path)
         self._encoded = encoded
         self._up.send(partial(self._connect, server))
@@ -188,7 +174,7 @@ class SimulatedCall:
         """Let the edge's end find that the connection is gone."""
         if self.edge_open:
             self.leave()
-            self._caller.broken(self, error)
+            self._broken(self, error)
 
     # --- the verifier's end ---
 
@@ -235,7 +221,7 @@ class SimulatedCall:
         self.edge_open, silence_s = False, self._world.rng.uniform(*KEEPALIVE_S)
         self.strays = True
         self._world.after(silence_s, self.break_served)
-        self._caller.broken(self, Unavailable("the stream broke: no route"))
+        self._broken(self, Unavailable("the stream broke: no route"))
 
     # --- arrivals ---
 
@@ -256,12 +242,12 @@ class SimulatedCall:
 
     def _deliver(self, frame: CloudFrame) -> None:
         if not self.silent and (self.edge_open or self.strays):
-            self._caller.received(self, frame)
+            self._received(self, frame)
 
     def _end_edge(self, error: OutriderError) -> None:
         if not self.silent and self.edge_open:
             self.edge_open = False
-            self._caller.broken(self, error)
+            self._broken(self, error)
 
 
 class ServedStream(Outbox):
@@ -396,13 +382,9 @@ class Process:
 
     Attributes:
         number: how many processes the verifier has had before.
-        incarnation: name of this start.
         alive: whether it has not been killed or replaced.
-        meters: what keys have spent here.
         own: its own drafter; None: it has none.
-        engine: its engine.
-        health: judgement of its engine.
-        sick_since: true time since which that is bad; infinite: it is well.
+        sick_since: true time since which its health is bad; infinite: it is well.
     """
 
     def __init__(
@@ -420,7 +402,7 @@ class Process:
         self.alive = True
         self.clock = clock
         self.rules = VerifierRules(
-            f"{name}",
+            name,
             MODEL,
             TOKENIZER,
             VOCAB,
@@ -443,10 +425,11 @@ class Process:
         self._held: list[Event] = []
         self._keys = 0
         self._on_failure = on_failure
-        self.own: OwnDrafting | None = None
-        if shape.right is not None:
-            self.own = OwnDrafting(world, clock, self.serve_later, shape.right, shape.threads)
-        source = self.own.source if self.own is not None else NoSource()
+        own = (
+            OwnDrafting(world, clock, self.serve_later, shape.right, shape.threads) if shape.right is not None else None
+        )
+        self.own = own
+        source = own.source if own is not None else NoSource()
         self.engine = SimulatedEngine(
             world, clock, self.rules, shape, source, watch, self._watch_engine, self._still_until, self._engine_failed
         )
@@ -482,14 +465,6 @@ class Process:
     @property
     def is_frozen(self) -> bool:
         return self._world.now < self.frozen_until
-
-    def crowd(self, seconds: float) -> None:
-        """Let others take every slot for true `seconds`."""
-        self.engine.sessions.max_sessions = 0
-        self._world.after(seconds, self._disperse)
-
-    def _disperse(self) -> None:
-        self.engine.sessions.max_sessions = self.max_sessions
 
     def hang(self, seconds: float) -> None:
         """Let the engine's thread stand still for true `seconds`, while the server answers."""
@@ -592,11 +567,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Verifier:
-    """A verifier's host: one process after the other, each without what the last one held.
-
-    Attributes:
-        process: present process.
-    """
+    """A verifier's host: one process after the other, each without what the last one held."""
 
     def __init__(self, world: World, name: str, clock: LocalClock, shape: Shape, watch: Watch) -> None:
         """Run a process of this size; `watch` sees each commit's session."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.lease_admission import Caller, CallerAdmission
@@ -13,20 +12,13 @@ from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
 from research.chaos.chaos_verifier import Verifier
-from research.chaos.world import MODEL, SECRET, TOKENIZER, LocalClock, OneWay, Path, World
+from research.chaos.world import MODEL, SECRET, TOKENIZER, LocalClock, Path, World
 
 POLL_S = 1.0
-CALL_S = 10.0  # the deadline of an edge's call
-Answer = Callable[[Lease | OutriderError], None]
 
 
 class Coordinator:
-    """The control plane of a schedule.
-
-    Attributes:
-        paths: network to each verifier, by name.
-        is_up: whether a process answers.
-    """
+    """The control plane of a schedule, which has a path to each verifier."""
 
     def __init__(
         self, world: World, clock: LocalClock, verifiers: Sequence[Verifier], key: Key, lease_s: float
@@ -83,7 +75,13 @@ class Coordinator:
             self._roster.drained(name)
             self._view.observe(self._roster.infos, self.clock.monotonic())
 
-    def lease(self, request: LeaseRequest) -> Lease:
+    def answer(self, request: LeaseRequest) -> Lease | OutriderError:
+        try:
+            return self._lease(request) if self.is_up else Unavailable("nobody listens", field="coordinator")
+        except OutriderError as error:
+            return error
+
+    def _lease(self, request: LeaseRequest) -> Lease:
         tenant, now_s = self._caller.tenant, self.clock.monotonic()
         verifier = self._view.welcome(request, tenant, now_s)
         if verifier is None:
@@ -110,41 +108,3 @@ class Coordinator:
         if self.is_up:
             self._view.leave(self._caller.tenant, report.session)
             self._admission.settle(self._caller, report)
-
-
-class CoordinatorCalls:
-    """One edge's calls to the coordinator, each of which is answered once."""
-
-    def __init__(self, world: World, coordinator: Coordinator, path: Path, clock: LocalClock) -> None:
-        self.path = path
-        self._world = world
-        self._coordinator = coordinator
-        self._clock = clock
-
-    def lease(self, request: LeaseRequest, answer: Answer) -> None:
-        answered = False
-
-        def once(result: Lease | OutriderError) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                answer(result)
-
-        OneWay(self._world, self.path).send(partial(self._arrive, request, once))
-        self._clock.after(CALL_S, partial(once, Unavailable("does not answer", field="coordinator")))
-
-    def _arrive(self, request: LeaseRequest, once: Answer) -> None:
-        result: Lease | OutriderError
-        try:
-            result = self._coordinator.lease(request) if self._coordinator.is_up else _refused()
-        except OutriderError as error:
-            result = error
-        OneWay(self._world, self.path).send(partial(once, result))
-
-    def report(self, report: SessionReport) -> None:
-        """Report a session that has ended; nobody waits for an answer."""
-        OneWay(self._world, self.path).send(partial(self._coordinator.report, report))
-
-
-def _refused() -> Unavailable:
-    return Unavailable("nobody listens", field="coordinator")

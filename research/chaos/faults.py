@@ -37,7 +37,7 @@ def state_of(edge: Edge) -> State | None:
     if not machine.connected:
         begun = len(machine.transcript) > machine.prompt_length
         return State.RESUMING if begun or machine.statistics.resumes else State.OPENING
-    if edge.session_has_ended():
+    if edge.call is not None and edge.call.served is not None and edge.call.served.has_ended:
         return State.FINISHING
     if len(machine.transcript) == machine.prompt_length:
         return State.PREFILLING
@@ -67,10 +67,6 @@ class Injector:
         self._coordinator = coordinator
         self._rng = world.rng
 
-    def inject(self, kind: str, edge: Edge) -> bool:
-        """Let a fault of this kind happen; return whether there was what it happens to."""
-        return KINDS[kind](self, edge)
-
     # --- processes ---
 
     def fault_kill(self, edge: Edge) -> bool:
@@ -94,7 +90,6 @@ class Injector:
         process = verifier.process
         if not verifier.is_up:
             return False
-        process.note("is stopped for", f"{seconds:.2f} s")
         process.freeze(seconds)
         for call in verifier.calls:
             self._keepalive(call.break_edge, seconds, lambda: process.alive and process.is_frozen)
@@ -104,7 +99,6 @@ class Injector:
         verifier, seconds = self._verifier(edge), self._lasts_s(50.0)
         if not verifier.is_up:
             return False
-        verifier.process.note("hangs for", f"{seconds:.2f} s")
         verifier.process.hang(seconds)
         return True
 
@@ -112,32 +106,16 @@ class Injector:
         """Let a step fail, which succeeds when it is made again, or all steps of a process."""
         verifier, failures = self._verifier(edge), self._rng.choice((1, math.inf))
         verifier.process.note("has", failures, "steps that fail")
-        verifier.process.engine.trouble.failures = failures
+        verifier.process.engine.steps.failures = failures
         self._world.disturb(5.0 if failures > 1 else 0.0)
         return verifier.is_up
 
     def fault_memory(self, edge: Edge) -> bool:
-        """Let a process have memory for few rows alone."""
-        trouble, rows = self._verifier(edge).process.engine.trouble, self._rng.choice((1, 2, 5))
-        edge.note("its verifier has memory for", rows, "rows")
-        trouble.max_rows = rows
-
-        def mend() -> None:
-            trouble.max_rows = math.inf
-
-        self._world.after(self._lasts_s(8.0), mend)
-        return True
+        steps, rows = self._verifier(edge).process.engine.steps, self._rng.choice((1, 2, 5))
+        return self._set(steps, "max_rows", rows, math.inf, 8.0)
 
     def fault_slow(self, edge: Edge) -> bool:
-        trouble, seconds = self._verifier(edge).process.engine.trouble, self._lasts_s(20.0)
-        edge.note("its verifier is slow for", f"{seconds:.2f} s")
-        trouble.slow = True
-
-        def mend() -> None:
-            trouble.slow = False
-
-        self._world.after(seconds, mend)
-        return True
+        return self._set(self._verifier(edge).process.engine.steps, "slow", True, False, 20.0)
 
     def fault_own_drafter(self, edge: Edge) -> bool:
         """Let a verifier's own drafter fail, or be stuck for some time."""
@@ -147,7 +125,7 @@ class Injector:
         if self._rng.random() < 0.5:
             own.drafter.fails = True
         else:
-            own.threads.stuck_until = self._world.now + self._lasts_s(20.0)
+            own.stuck_until = self._world.now + self._lasts_s(20.0)
         return True
 
     def fault_poison(self, edge: Edge) -> bool:
@@ -161,7 +139,6 @@ class Injector:
             return False
         self._world.disturb(grace_s + 1.0)
         self._coordinator.drain(verifier.name)
-        process.note("drains")
 
         def replace() -> None:
             if verifier.process is process and process.alive:
@@ -172,10 +149,9 @@ class Injector:
         return True
 
     def fault_crowd(self, edge: Edge) -> bool:
-        process, seconds = self._verifier(edge).process, self._lasts_s(8.0)
-        process.note("is full for", f"{seconds:.2f} s")
-        process.crowd(seconds)
-        return process.alive
+        """Let others take every place."""
+        process = self._verifier(edge).process
+        return self._set(process.engine.sessions, "max_sessions", 0, process.max_sessions, 8.0) and process.alive
 
     def fault_coordinator(self, _: Edge) -> bool:
         down_s = self._rng.choice((0.0, 0.3, 4.0))
@@ -188,7 +164,6 @@ class Injector:
     def fault_cut(self, edge: Edge) -> bool:
         verifier, seconds = self._verifier(edge), self._lasts_s(45.0)
         path = edge.verifiers[verifier.name][1]
-        edge.note("and", verifier.name, "are parted for", f"{seconds:.2f} s")
         path.cut(seconds)
         if (call := edge.call) is not None:
             self._keepalive(call.break_edge, seconds, lambda: path.is_cut)
@@ -196,9 +171,7 @@ class Injector:
         return True
 
     def fault_cut_control(self, edge: Edge) -> bool:
-        seconds = self._lasts_s(15.0)
-        edge.note("and the coordinator are parted for", f"{seconds:.2f} s")
-        edge.coordinator.path.cut(seconds)
+        edge.control_path.cut(self._lasts_s(15.0))
         return True
 
     def fault_cut_poll(self, edge: Edge) -> bool:
@@ -234,19 +207,10 @@ class Injector:
 
     def fault_jump(self, edge: Edge) -> bool:
         clock = self._rng.choice((self._verifier(edge).clock, self._coordinator.clock))
-        error_s, seconds = self._rng.choice((-7200.0, -20.0, 20.0, 7200.0)), self._lasts_s(8.0)
-        edge.note("a wall clock jumps by", f"{error_s:.0f} s for {seconds:.2f} s")
-        clock.wall_error_s += error_s
-
-        def mend() -> None:
-            clock.wall_error_s -= error_s
-
-        self._world.after(seconds, mend)
-        return True
+        return self._set(clock, "wall_error_s", self._rng.choice((-7200.0, -20.0, 20.0, 7200.0)), 0.0, 8.0)
 
     def fault_drift(self, edge: Edge) -> bool:
-        clocks = self._verifier(edge).clock, edge.clock, self._coordinator.clock
-        clock = self._rng.choice(clocks)
+        clock = self._rng.choice((self._verifier(edge).clock, edge.clock, self._coordinator.clock))
         clock.drift(self._rng.choice((0.3, 0.9, 1.1, 3.0)))
         self._world.after(self._lasts_s(8.0), partial(clock.drift, 1.0))
         return True
@@ -282,9 +246,17 @@ class Injector:
         act(edge.call)
         return True
 
+    def _set(self, owner: object, name: str, value: object, usual: object, longest_s: float) -> bool:
+        """Let an attribute have another value for some time."""
+        self._world.note("-", name, "is", value)
+        setattr(owner, name, value)
+        self._world.after(self._lasts_s(longest_s), partial(setattr, owner, name, usual))
+        return True
+
     def _lasts_s(self, longest_s: float) -> float:
         """Return how long a fault lasts: mostly about a step, a turn or a retry, and at times for long."""
         seconds = self._rng.choice((0.01, 0.05, 0.3, 2.0, longest_s)) * self._rng.uniform(0.5, 1.0)
+        self._world.note("-", f"a fault lasts for {seconds:.2f} s")
         self._world.disturb(seconds)
         return seconds
 

@@ -19,7 +19,7 @@ from outrider.proto.types import Patience, Sampling
 from research.chaos.chaos_edge import Edge, Habits, Turn
 from research.chaos.chaos_engine import Shape
 from research.chaos.chaos_verifier import Process, Verifier
-from research.chaos.coordinator import Coordinator, CoordinatorCalls
+from research.chaos.coordinator import Coordinator
 from research.chaos.faults import IMPOSSIBLE, KINDS, PAIRS, AimedFault, Injector, State, state_of
 from research.chaos.world import VOCAB, LocalClock, Path, Violation, World
 
@@ -58,7 +58,6 @@ class Schedule:
         self._lease_s = lease_s = rng.choice((0.4, 2.0, 10.0, LONG_LEASE_S))
         self.coordinator = Coordinator(world, LocalClock(world), self.verifiers, key, lease_s)
         self.edges = [self._edge(number, rng) for number in range(num_edges)]
-        self._by_session = {edge.habits.session: edge for edge in self.edges}
         pairs = [(kind, state) for kind, state in PAIRS if kind in kinds or not kinds]
         self._aims = [aim for _ in range(rng.choice((1, 1, 2, 3))) for aim in _aims(rng, pairs, num_edges)]
         self._injector = Injector(world, self.coordinator)
@@ -73,7 +72,7 @@ class Schedule:
         delay_s = rng.choice((0.0005, 0.004, 0.02))
         verifiers = {v.name: (v, Path(self.world, delay_s, delay_s)) for v in self.verifiers}
         clock = LocalClock(self.world)
-        calls = CoordinatorCalls(self.world, self.coordinator, Path(self.world, delay_s, delay_s), clock)
+        control = Path(self.world, delay_s, delay_s)
         temperature, seed = rng.choice((0.0, 1.0)), rng.randrange(16)
         habits = Habits(
             f"e{number}",
@@ -83,12 +82,12 @@ class Schedule:
             patience=rng.choice((None, None, Patience(0.0), Patience(0.02, 2), Patience(math.inf, 2))),
             encoded=rng.random() < 0.1,
         )
-        return Edge(self.world, clock, habits, calls, verifiers, self._watch)
+        return Edge(self.world, clock, habits, self.coordinator, control, verifiers, self._watch)
 
     # --- faults ---
 
     def _watch_session(self, session: str) -> None:
-        self._watch(self._by_session[session])
+        self._watch(next(edge for edge in self.edges if edge.habits.session == session))
 
     def _watch(self, edge: Edge) -> None:
         """Let the faults happen that wait for the state that an edge's session is in."""
@@ -109,7 +108,7 @@ class Schedule:
         state = state_of(edge)
         if state is None:
             return
-        if self._injector.inject(aim.kind, edge):
+        if KINDS[aim.kind](self._injector, edge):
             self.coverage[aim.kind, state] += 1
             edge.note("meets the fault", aim.kind, "while", state)
         elif state is aim.state and tries:
@@ -214,12 +213,9 @@ class ChaosSummary:
     """Summary of schedules that were run.
 
     Attributes:
-        schedules: number of schedules.
-        counts: events, texts, tokens and streams.
         coverage: faults by kind and by the state of the session that they met.
         found: what does not hold, by seed.
         slowest_s: longest time from the last fault to the end of the last session, in virtual seconds.
-        slowest: seed of that schedule.
         seconds: processor time.
     """
 

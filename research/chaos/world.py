@@ -9,8 +9,10 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import add
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +28,7 @@ _EOS_EVERY = 24  # rows of which one favours EOS
 KEEPALIVE_S = (20.0, 30.0)  # the silence of a connection after which an end of it gives up, as gRPC's options have it
 EXACT_S = 1e-6  # to which a clock that reads up to 1e5 s is read
 Event = Callable[[], None]
+T = TypeVar("T")
 
 
 def _rows() -> list[list[float]]:
@@ -46,6 +49,19 @@ ROWS = _rows()
 def _noise(seed: int, position: int) -> list[float]:
     noise: list[float] = gumbel(seed, position, np.arange(VOCAB)).tolist()
     return noise
+
+
+def once(take: Callable[[T], None]) -> Callable[[T], None]:
+    """Return `take`, which only the first call of what is returned reaches."""
+    taken = False
+
+    def first(value: T) -> None:
+        nonlocal taken
+        if not taken:
+            taken = True
+            take(value)
+
+    return first
 
 
 class ToyTarget:
@@ -117,10 +133,9 @@ class World:
 
     Attributes:
         faults_until: time at which the last fault or wait so far is over, in seconds.
-        is_over: whether all edges are done, so that nobody has to look again and again.
+        is_over: whether all edges are done, so that nobody has to look once more.
         poisoned: sessions whose texts are too much for any target.
         disturbed_s: sum of the lengths of all faults, in seconds.
-        counts: what has happened, for the report.
         trace: lines of the schedule; None: nobody wants them.
     """
 
@@ -166,12 +181,7 @@ class World:
 
 
 class LocalClock:
-    """The clocks of one part: a monotonic one that drifts, and a wall clock that may jump.
-
-    Attributes:
-        rate: seconds that the monotonic clock counts in a true second.
-        wall_error_s: error of the wall clock, in seconds.
-    """
+    """The clocks of one part: a monotonic one that counts `rate` seconds a true second, and a wall clock that jumps."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -211,30 +221,25 @@ class LocalClock:
             event()
 
 
+@dataclass
 class Path:
-    """The network between two parts.
+    """The network between two parts; nothing gets through before `cut_until`."""
 
-    Attributes:
-        cut_until: time until which nothing gets through.
-    """
-
-    def __init__(self, world: World, delay_s: float, jitter_s: float) -> None:
-        self.cut_until = 0.0
-        self._world = world
-        self._delay_s = delay_s
-        self._jitter_s = jitter_s
+    world: World
+    delay_s: float
+    jitter_s: float
+    cut_until: float = 0.0
 
     @property
     def is_cut(self) -> bool:
-        return self._world.now < self.cut_until
+        return self.world.now < self.cut_until
 
     def arrival(self) -> float:
-        world = self._world
-        return max(world.now, self.cut_until) + self._delay_s + world.rng.random() * self._jitter_s
+        return max(self.world.now, self.cut_until) + self.delay_s + self.world.rng.random() * self.jitter_s
 
     def cut(self, seconds: float) -> None:
         """Let nothing through for true `seconds`."""
-        self.cut_until = max(self.cut_until, self._world.now + seconds)
+        self.cut_until = max(self.cut_until, self.world.now + seconds)
 
 
 class OneWay:

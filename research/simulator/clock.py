@@ -5,15 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 class VirtualClock:
-    """Events in the order of their times; those of one time in the order in which they were scheduled.
-
-    Attributes:
-        now: seconds.
-    """
+    """Events in the order of their times, in seconds; those of one time in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,11 +20,7 @@ class VirtualClock:
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def advance(self) -> None:
-        """Let the next event happen.
-
-        Raises:
-            RuntimeError: nothing will ever happen again.
-        """
+        """Let the next event happen; raise `RuntimeError` where nothing will ever happen again."""
         if not self._events:
             raise RuntimeError(f"nothing will ever happen again after {self.now:.3f} s")
         self.now, _, event = heapq.heappop(self._events)
@@ -45,7 +37,6 @@ class Costs:
         min_step_s: the shortest step.
         prefill_row_s: each row of a step that reads a prompt.
         drafting_s: a drafted token.
-        drafting_here_s: a token that the verifier's own drafter drafts; 0: like the edge's.
         catch_up_s: a token that the drafter reads.
         job_s: handing the drafter a job of any size; the edge does not count it as drafting.
         edge_event_s: from a frame's arrival at the edge until the session machine has it.
@@ -58,19 +49,11 @@ class Costs:
     min_step_s: float = 0.0
     prefill_row_s: float = 0.0003
     drafting_s: float = 0.0006
-    drafting_here_s: float = 0.0
     catch_up_s: float = 0.0001
     job_s: float = 0.0002
     edge_event_s: float = 0.0003
     cloud_event_s: float = 0.0003
     commit_s: float = 0.0005
-
-    @property
-    def here(self) -> Costs:
-        """Costs with the verifier's own drafter in place of the edge's, which reads as much slower as it drafts."""
-        here_s = self.drafting_here_s or self.drafting_s
-        scale = here_s / self.drafting_s if self.drafting_s else 1.0
-        return replace(self, drafting_s=here_s, catch_up_s=self.catch_up_s * scale)
 
     def batch_s(self, decoding: int, reading: int) -> float:
         """Return the duration of a step with rows of sessions that decode, and of those that read a prompt."""

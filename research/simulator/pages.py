@@ -17,19 +17,14 @@ FORGOTTEN = 0.7  # chance that nothing is
 
 @dataclass(slots=True, eq=False)
 class CountedSequence:
-    """A sequence as lengths alone."""
+    """A sequence of which only lengths are known."""
 
     length: int = 0
     num_pages: int = 0
 
 
 class CountedPages:
-    """Pages that sequences hold and give back.
-
-    Attributes:
-        facts: facts of the target.
-        held: pages that sequences hold now.
-    """
+    """Pages that sequences hold and give back; `held` of them are held now."""
 
     def __init__(self, pages: int, facts: TargetFacts, rng: random.Random | None = None) -> None:
         """Hold `pages` pages; `rng` decides whether a sequence finds its beginning computed; None: it never does."""

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from outrider.cloud.serving.batching import Batch, Batching
+from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.proto.errors import OutriderError
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, Open, Ping, Pong, token_ids
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
 from research.simulator.pages import CountedPages, toy_facts
 from research.simulator.virtual_engine import TimedRunner, VirtualEngine
 
@@ -45,7 +45,14 @@ class Link(Protocol):
         ...
 
 
-class SimulatedStream:
+class SimulatedSource(NoSource):
+    """A drafter beside the target on a virtual clock; this one drafts nothing."""
+
+    def recall(self) -> None:
+        """End the drafting that a step has made useless."""
+
+
+class SimulatedStream(Outbox):
     """A stream over a link, until its edge leaves it."""
 
     def __init__(
@@ -69,6 +76,15 @@ class SimulatedStream:
         for arrival, copy in self._link.down(frame, self._clock.now):
             self._clock.at(arrival, partial(self._arrive, self._received, copy))
 
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        """Send a frame of the engine's down; nothing that simulated edges send is an error."""
+        if isinstance(item, OutriderError):
+            raise item
+        self._verifier.send_down(self, item)
+
+    def unread(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Lose what is on its way, and free what the verifier holds for it."""
         self.is_open = False
@@ -77,22 +93,6 @@ class SimulatedStream:
     def _arrive(self, receive: Callable[[SimulatedStream, FrameT], None], frame: FrameT) -> None:
         if self.is_open:
             receive(self, frame)
-
-
-class _StreamOutbox(Outbox):
-    """Puts the engine's frames on a stream; nothing that simulated edges send is an error."""
-
-    def __init__(self, verifier: SimulatedVerifier, stream: SimulatedStream) -> None:
-        self._verifier = verifier
-        self._stream = stream
-
-    def put(self, item: CloudFrame | OutriderError) -> None:
-        if isinstance(item, OutriderError):
-            raise item
-        self._verifier.send_down(self._stream, item)
-
-    def unread(self) -> int:
-        return 0
 
 
 class _TargetRunner(TimedRunner):
@@ -125,7 +125,7 @@ class SimulatedVerifier(VirtualEngine):
         target: SimulatedTarget,
         costs: Costs,
         batching: Batching | None = None,
-        local: LocalThreads | None = None,
+        local: SimulatedSource | None = None,
     ) -> None:
         facts = toy_facts(rules.tokenizer_sha256, rules.vocab_size, rules.context_length, rules.eos_tokens)
         pages = CountedPages(MANY, facts)
@@ -140,7 +140,7 @@ class SimulatedVerifier(VirtualEngine):
             lambda seconds, event: clock.at(clock.now + seconds, event),
             commit_s=costs.commit_s,
         )
-        self._local = local
+        self._local = local or SimulatedSource()
         self._keys: dict[SimulatedStream, int] = {}
         self._numbers = itertools.count()
         self._stepping = False
@@ -152,7 +152,7 @@ class SimulatedVerifier(VirtualEngine):
             stream.send_down(Pong(frame.number, slot.session.epoch if slot is not None else 0))
         elif isinstance(frame, Open):
             self._keys[stream] = number = next(self._numbers)
-            self.post_open(number, frame, _StreamOutbox(self, stream), owner=Owner(isolation=str(number)))
+            self.post_open(number, frame, stream, owner=Owner(isolation=str(number)))
         elif (key := self._keys.get(stream, -1)) >= 0:
             self.post_frame(key, frame, lambda: None)
 
@@ -175,5 +175,4 @@ class SimulatedVerifier(VirtualEngine):
         self._stepping = True
         super().step(batch)
         self._stepping = False
-        if self._local is not None:
-            self._local.recall()
+        self._local.recall()

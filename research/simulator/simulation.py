@@ -40,13 +40,9 @@ class Simulation:
     """One text from Open to Done, and further turns on the same session.
 
     Attributes:
-        edge: the session machine of the edge.
         emitted: [n] tokens of the turn that the user got.
         arrivals: [n] time of each, in seconds.
         active: [n] the active drafter when the token came.
-        done: end of the turn; None: it runs.
-        num_streams: streams opened so far.
-        stream: the newest stream.
     """
 
     def __init__(
@@ -77,11 +73,7 @@ class Simulation:
         self._reopening = False
 
     def run(self) -> Done:
-        """Run until the text is done.
-
-        Raises:
-            RuntimeError: nothing will ever happen again.
-        """
+        """Run until the text is done."""
         self.begin()
         while self.done is None:
             self.clock.advance()

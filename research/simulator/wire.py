@@ -62,14 +62,9 @@ class Wire:
         self._heard = True
 
     def send(self, now: float, message_bytes: int) -> float:
-        """Return when a message arrives that is sent now.
+        """Return when a message of so many bytes without framing arrives that is sent now, after all before it.
 
-        Args:
-            now: time, not before the last message's.
-            message_bytes: size without framing.
-
-        Raises:
-            ConfigError: the link stands still for ten minutes.
+        Raises `ConfigError` where the link stands still for ten minutes.
         """
         size = message_bytes + FRAME_BYTES + self._framing.window_update * self._heard
         if not self.bytes:
@@ -99,12 +94,7 @@ class Wire:
 
 
 class WireLink:
-    """Carries the frames of one stream over two wires, counts their bytes in the edge's statistics, and loses none.
-
-    Attributes:
-        wire_up: wire to the verifier.
-        wire_down: wire to the edge.
-    """
+    """Carries the frames of one stream over two wires, counts their bytes in the edge's statistics, and loses none."""
 
     def __init__(
         self, clock: VirtualClock, shape_at: ShapeAt, costs: Costs, statistics: EdgeStatistics, rng: random.Random

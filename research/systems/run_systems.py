@@ -51,13 +51,10 @@ class System:
     """One way to serve the model.
 
     Attributes:
-        name: the system.
         drafting: how it drafts; `plain`: not at all.
         command: its server, with `{port}` for the port, and `{link}` where it has a link of its own.
-        model: name of the model in requests.
         edge: command on the device, with `{port}` and the server's port as `{cloud}`. Empty: the client alone is the
             device, and the link is in front of the server.
-        environment: variables of the server.
     """
 
     name: str
@@ -102,53 +99,40 @@ class Run:
 
 def systems(options: argparse.Namespace, folder: Path) -> Iterator[System]:
     """Yield what the options name."""
-    model, bin_folder = str(options.model), Path(sys.executable).parent
-    drafter = [] if options.drafter == "auto" else ["--draft-with", options.drafter]
-    up = [str(bin_folder / "outrider"), "up", "--target", model, "--listen", "127.0.0.1:{port}", "--link", "{link}"]
-    up += drafter + [word for path in options.drafters for word in ("--drafters", str(path))]
-    edge = [str(bin_folder / "outrider"), "edge", "--listen", "127.0.0.1:{port}", "--coordinator", "127.0.0.1:{cloud}"]
-    yield System(OUTRIDER, PLAIN, up, model, [*edge, "--drafter", "none", "--drafts-here", "0"])
-    yield System(OUTRIDER, f"drafter {options.drafter}", up, model, [*edge, "--drafter", options.drafter])
+    model, outrider = str(options.model), str(Path(sys.executable).parent / "outrider")
+    listen = ["--host", "127.0.0.1", "--port", "{port}"]
+    up = [outrider, "up", "--listen", "127.0.0.1:{port}", "--link", "{link}", "--target", model]
+    up += [] if options.drafter == "auto" else ["--draft-with", options.drafter]
+    up += [word for path in options.drafters for word in ("--drafters", str(path))]
+    edge = [outrider, "edge", "--listen", "127.0.0.1:{port}", "--coordinator", "127.0.0.1:{cloud}", "--drafter"]
+    yield System(OUTRIDER, PLAIN, up, model, [*edge, "none", "--drafts-here", "0"])
+    yield System(OUTRIDER, f"drafter {options.drafter}", up, model, [*edge, options.drafter])
     if options.llama_server:
+        looks_up = "--spec-type ngram-simple --spec-ngram-simple-size-n {} --spec-ngram-simple-size-m {}"
+        ways = {PLAIN: [], "n-gram": looks_up.format(NGRAM, DRAFTS).split()}
+        if options.draft_gguf:
+            drafts = f"--spec-type draft-simple --spec-draft-n-max {DRAFTS} -md"
+            ways["draft model"] = [*drafts.split(), str(options.draft_gguf)]
         for gguf, kind in ((options.gguf, ""), (options.gguf_8bit, ", 8-bit")):
-            if not gguf:
-                continue
-            serve = [str(options.llama_server), "-m", str(gguf), "--host", "127.0.0.1", "--port", "{port}"]
-            looks_up = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM)]
-            looks_up += ["--spec-ngram-simple-size-m", str(DRAFTS)]
-            yield System(f"llama-server{kind}", PLAIN, serve, model)
-            yield System(f"llama-server{kind}", "n-gram", [*serve, *looks_up], model)
-            if options.draft_gguf:
-                drafts = ["-md", str(options.draft_gguf), "--spec-type", "draft-simple"]
-                drafts += ["--spec-draft-n-max", str(DRAFTS)]
-                yield System(f"llama-server{kind}", "draft model", [*serve, *drafts], model)
+            for way, words in ways.items() if gguf else ():
+                serve = [str(options.llama_server), *listen, "-m", str(gguf), *words]
+                yield System(f"llama-server{kind}", way, serve, model)
     if options.vllm_python:
-        serve = [
-            str(options.vllm_python),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "{port}",
-        ]
+        serve = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *listen]
         serve += ["--dtype", "bfloat16", "--max-model-len", "2048"]
         ngram = {"method": "ngram", "prompt_lookup_min": NGRAM, "prompt_lookup_max": NGRAM}
-        ways: dict[str, dict[str, object]] = {PLAIN: {}, "n-gram": {**ngram, "num_speculative_tokens": DRAFTS}}
+        drafting: dict[str, dict[str, object]] = {"n-gram": {**ngram, "num_speculative_tokens": DRAFTS}}
         if options.draft_model:
-            ways["draft model"] = {
-                "method": "draft_model", "model": str(options.draft_model), "num_speculative_tokens": DRAFTS
-            }  # fmt: skip
-        for way, how in ways.items():
-            words = ["--speculative-config", json.dumps(how)] if how else []
+            drafted = {"method": "draft_model", "model": str(options.draft_model), "num_speculative_tokens": DRAFTS}
+            drafting["draft model"] = drafted
+        yield System("vLLM", PLAIN, serve, model, environment=VLLM_ENVIRONMENT)
+        for way, how in drafting.items():
+            words = ["--speculative-config", json.dumps(how)]
             yield System("vLLM", way, [*serve, *words], model, environment=VLLM_ENVIRONMENT)
     if options.transformers:
         looked_up = _with_prompt_lookup(options.model, folder / "prompt-lookup")
         for way, path in ((PLAIN, model), ("prompt lookup", str(looked_up))):
-            serve = [str(options.transformers), "serve", path, "--host", "127.0.0.1", "--port", "{port}"]
-            serve += ["--device", "cpu", "--dtype", "bfloat16"]
+            serve = [str(options.transformers), "serve", path, *listen, "--device", "cpu", "--dtype", "bfloat16"]
             yield System("transformers serve", way, serve, path, environment={"HF_HUB_OFFLINE": "1"})
 
 
@@ -171,8 +155,7 @@ def questions(path: Path, count: int, seed: int) -> list[str]:
     ]
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -253,7 +236,7 @@ async def measure(system: System, rtt_ms: float, asked: Sequence[str], options: 
     """Start a system, ask it all questions over one link, and stop it."""
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     shape = LinkShape.of(rtt_ms=rtt_ms, up_mbit=UP_MBIT, down_mbit=DOWN_MBIT)
-    cloud, link = free_port(), f"{rtt_ms},{UP_MBIT},{DOWN_MBIT}"
+    cloud, link = _free_port(), f"{rtt_ms},{UP_MBIT},{DOWN_MBIT}"
     async with (
         running(system.command, system.environment, log, port=cloud, link=link) as server,
         _device(system, cloud, shape, log) as (address, device),
@@ -270,7 +253,7 @@ async def _device(
 ) -> AsyncIterator[tuple[str, psutil.Process | None]]:
     """Yield the address that the client asks, and the process beside it on the device."""
     if system.edge:
-        port = free_port()
+        port = _free_port()
         async with running(system.edge, {}, log, port=port, cloud=cloud) as edge:
             yield f"127.0.0.1:{port}", edge
     else:

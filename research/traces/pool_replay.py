@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
@@ -18,7 +19,7 @@ from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.table import UNKNOWN, Block, Grid, draw
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector
+from outrider.proto.policy.selector import RoundOutcome, Selector
 from research.simulator.clock import Costs
 from research.simulator.wire import ShapeAt
 from research.traces.recordings import PoolText, Recording
@@ -37,23 +38,6 @@ POOL_LEGEND = (
 Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """One text with one selector.
-
-    Attributes:
-        at_s: [n] seconds that went into the text up to and with each token.
-        choices: [n] index of the drafter that was active when each token came.
-    """
-
-    at_s: np.ndarray
-    choices: np.ndarray
-
-    @property
-    def seconds(self) -> float:
-        return float(self.at_s[-1])
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A link with machines at both ends, in the simulator.
@@ -63,8 +47,6 @@ class Stage:
 
     Attributes:
         costs: [K] costs of the verifier and the events, with each drafter's own.
-        shape_at: the link.
-        policy: policy of both sides.
         seed: seed of the jitter.
     """
 
@@ -72,7 +54,7 @@ class Stage:
     shape_at: ShapeAt
     policy: Policy
     seed: int = 0
-    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
+    _alone: dict[tuple[object, ...], list[ReplayOutcome]] = field(init=False, default_factory=dict)
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
 
     def cloud_s(self, text: PoolText) -> float:
@@ -80,31 +62,27 @@ class Stage:
         tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
             [outcome] = self._replayed([text], 0, replace(self.policy, drafting=False))
-            self._cloud_s[tokens] = outcome.arrivals[-1]
+            self._cloud_s[tokens] = outcome.seconds
         return self._cloud_s[tokens]
 
-    def alone(self, texts: Sequence[PoolText], arm: int) -> list[Trajectory]:
+    def alone(self, texts: Sequence[PoolText], arm: int) -> list[ReplayOutcome]:
         """Play the texts with one drafter; edge and verifier keep their measurements."""
         key = (arm, *(text.traces[arm].tokens for text in texts))
         if key not in self._alone:
             outcomes = self._replayed(texts, arm, self.policy)
-            self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
+            self._alone[key] = [replace(outcome, active=(arm,) * len(outcome.arrivals)) for outcome in outcomes]
         return self._alone[key]
 
-    def trajectories(self, texts: Sequence[PoolText], selector: Selector) -> list[Trajectory]:
+    def chosen(self, texts: Sequence[PoolText], selector: Selector) -> list[ReplayOutcome]:
         """Play the texts one after the other; edge and verifier keep their measurements."""
         if len(self.costs) == 1:
             return self.alone(texts, 0)
-        outcomes = self._replayed(
-            texts,
-            0,
-            self.policy,
-            others=[list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts],
-            selector=Aligned(selector, len(self.costs)).begin_text,
+        others = [list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts]
+        return self._replayed(
+            texts, 0, self.policy, others=others, selector=Aligned(selector, len(self.costs)).begin_text
         )
-        return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
 
-    def best(self, texts: Sequence[PoolText]) -> list[Trajectory]:
+    def best(self, texts: Sequence[PoolText]) -> list[ReplayOutcome]:
         """Play in hindsight, each text with its fastest drafter.
 
         An oracle that knew every single bit and took another drafter each round would be out of reach.
@@ -133,7 +111,7 @@ class Stage:
         )
 
 
-class Aligned(Selector):
+class Aligned:
     """One selector for many sessions: at a text's end it has heard of as many tokens of every drafter.
 
     Otherwise it would wait for those that idle drafters have not read, and take the next text's for them.
@@ -144,41 +122,24 @@ class Aligned(Selector):
         self._heard = [0] * arms  # tokens of this text
         self._last: RoundOutcome | None = None
 
-    @property
-    def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
-        return self._inner.catches_up
-
-    @property
-    def stride(self) -> int:  # type: ignore[override]  # elsewhere a field
-        return self._inner.stride
+    def __getattr__(self, name: str) -> Any:
+        """Return what the selector itself has: but for what it learns, nothing changes."""
+        return getattr(self._inner, name)
 
     def begin_text(self) -> Selector:
         """End the text before, and begin the next."""
-        if self._last is not None and self.catches_up:
+        if self._last is not None and self._inner.catches_up:
             unread = [max(self._heard) - heard for heard in self._heard]
             nothing = self._last._replace(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
             hits = tuple((None,) * tokens for tokens in unread)
             self._inner.learn(nothing._replace(hits=hits))
         self._heard = [0] * len(self._heard)
-        return self
-
-    def choose(self, view: SelectionView) -> int:
-        return self._inner.choose(view)
-
-    def read_prompt(self, log_q: Sequence[float]) -> None:
-        self._inner.read_prompt(log_q)
-
-    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
-        return self._inner.score(view, chosen, unread)
+        return cast("Selector", self)
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._last = outcome
         self._heard = [heard + len(hits) for heard, hits in zip(self._heard, outcome.hits, strict=True)]
         self._inner.learn(outcome)
-
-
-def _trajectory_of(outcome: ReplayOutcome, active: Sequence[int]) -> Trajectory:
-    return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -244,11 +205,7 @@ def run_texts(row: str, variants: Variants, seed: int) -> list[PoolText]:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Against:
-    """Speed over that of one drafter alone, on the same texts.
-
-    Attributes:
-        interval: interval of the ratio, over the prompts, which are resampled in pairs; None: a domain has but one.
-    """
+    """Speed over that of one drafter alone, on the same texts; no interval where a domain has but one prompt."""
 
     drafter: str
     ratio: Metric
@@ -263,7 +220,7 @@ class Cell:
         kind: one `drafter` alone, a `selector`, or the `oracle` in hindsight.
         seconds: time of all texts and seeds together.
         speed_up: seconds of cloud streaming over these.
-        interval: interval of the speed-up, over the prompts; None: a domain has but one.
+        interval: interval of the speed-up, over the prompts.
         of_oracle: seconds of the oracle over these.
         switches: changes of drafter from token to token, a thousand tokens.
         shares: [K] share of the tokens of each drafter.
@@ -286,12 +243,7 @@ class Cell:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class PoolRow:
-    """The texts of one domain, or of all, over one link.
-
-    Attributes:
-        name: the domain, or `mix`.
-        prompts: number of prompts.
-    """
+    """The texts of one domain, or of all (`mix`), over one link."""
 
     link: LinkRecord
     name: str
@@ -307,15 +259,7 @@ class PoolRow:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class PoolReplayed:
-    """All results of a pool.
-
-    Attributes:
-        window: name of the window policy.
-        seeds: runs of each row.
-        min_step_ms: the shortest step.
-        costs: recorded costs of the machines.
-        rows: rows, link by link.
-    """
+    """All results of a pool, link by link; each row was played `seeds` times."""
 
     command: str
     window: str
@@ -324,10 +268,6 @@ class PoolReplayed:
     drafters: tuple[str, ...]
     costs: Mapping[str, Any]
     rows: tuple[PoolRow, ...]
-
-    @property
-    def by_link(self) -> Mapping[LinkRecord, Sequence[PoolRow]]:
-        return grouped(self.rows, lambda row: row.link)
 
 
 class CellAccumulator:
@@ -343,14 +283,14 @@ class CellAccumulator:
         self._seconds = np.zeros(len(prompts))
         self._chosen = np.zeros(drafters)  # tokens
 
-    def add(self, texts: Sequence[PoolText], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
-        """Add one run; `best`: the oracle's trajectories of the same texts."""
-        for text, trajectory, oracle in zip(texts, trajectories, best, strict=True):
-            self._seconds[self._prompts[text.prompt]] += trajectory.seconds
+    def add(self, texts: Sequence[PoolText], run: Sequence[ReplayOutcome], best: Sequence[ReplayOutcome]) -> None:
+        """Add one run; `best`: the oracle's of the same texts."""
+        for text, outcome, oracle in zip(texts, run, best, strict=True):
+            self._seconds[self._prompts[text.prompt]] += outcome.seconds
             self._best_s += oracle.seconds
-            self._tokens += len(trajectory.choices)
-            self._switches += int(np.count_nonzero(np.diff(trajectory.choices)))
-            self._chosen += np.bincount(trajectory.choices, minlength=len(self._chosen))
+            self._tokens += len(outcome.active)
+            self._switches += int(np.count_nonzero(np.diff(outcome.active)))
+            self._chosen += np.bincount(outcome.active, minlength=len(self._chosen))
 
     @property
     def total_s(self) -> float:
@@ -432,25 +372,25 @@ class Pool:
                 cloud_s[prompts[text.prompt]] += stage.cloud_s(text)
             best = stage.best(texts)
             for column in columns:
-                found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
-                column.add(texts, found, best)
+                run = best if column.kind == ORACLE else self._run(stage, column, texts, seed)
+                column.add(texts, run, best)
         alone = [column for column in columns if column.kind == DRAFTER]
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return PoolRow(link, name, len(prompts), tuple(column.cell(cloud_s, resampled, alone) for column in columns))
 
-    def _trajectories(
+    def _run(
         self, stage: Stage, column: CellAccumulator, texts: Sequence[PoolText], seed: int
-    ) -> list[Trajectory]:
+    ) -> Sequence[ReplayOutcome]:
         drafters = list(self.recording.traces)
         if column.kind == DRAFTER:
             return stage.alone(texts, drafters.index(column.name))
-        return stage.trajectories(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
+        return stage.chosen(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
 
 
 def pool_tables(replayed: PoolReplayed) -> Group:
     """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
     grids = []
-    for link, rows in replayed.by_link.items():
+    for link, rows in grouped(replayed.rows, lambda row: row.link).items():
         headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches")
         blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs, window {replayed.window}"
@@ -462,7 +402,8 @@ def pool_tables(replayed: PoolReplayed) -> Group:
 
 
 def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
-    best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
+    chosen = [[cell for cell in row.cells if cell.kind != ORACLE] for row in rows]
+    best = [max(cells, key=attrgetter("speed_up"), default=None) for cells in chosen]
     lines = []
     for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
         last = cells[-1]
@@ -485,17 +426,12 @@ def _against(rows: Sequence[PoolRow]) -> list[Grid]:
 
 
 def _ratio(against: Against | None) -> str:
-    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval)}"
-
-
-def _spread(interval: Interval | None) -> str:
-    return f"±{(interval.high - interval.low) / 2:.3f}".replace("0.", ".") if interval else ""
+    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval, 3)}"
 
 
 def _cell(cell: Cell, is_best: bool) -> str:
-    spread = f"±{(cell.interval.high - cell.interval.low) / 2:.2f}".replace("0.", ".") if cell.interval else ""
-    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{spread}"
+    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{_spread(cell.interval, 2)}"
 
 
-def _speed_up(cell: Cell) -> float:
-    return cell.speed_up
+def _spread(interval: Interval | None, digits: int) -> str:
+    return f"±{(interval.high - interval.low) / 2:.{digits}f}".replace("0.", ".") if interval else ""

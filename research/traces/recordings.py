@@ -49,9 +49,6 @@ class HitTrace:
     Attributes:
         id: name of the prompt.
         domain: domain of the prompt, may be empty.
-        drafter: name of the drafter.
-        drafter_version: version of the drafter.
-        temperature: temperature of the text.
         prompt_tokens: length of the prompt.
         tokens: [n] the text, which is the target's own.
         hits: [n] whether the drafter proposes tokens[i] after prompt + tokens[:i].
@@ -64,7 +61,6 @@ class HitTrace:
             above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         runner_up: [n] at a miss, the rank of tokens[i] among the drafter's runners-up, from 1 on; 0: it is none of
             them, or a hit; empty: not recorded, and a replay has no branches.
-        seed: seed of the text.
         prompt_log_q: log q of the prompt's end, in nats a token; NaN: not recorded.
 
     Raises:
@@ -111,21 +107,13 @@ class HitTrace:
 
 
 def save_traces(traces: Iterable[HitTrace], path: Path) -> None:
-    """Write one JSON object a line, with null for NaN and without lists that were not recorded.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write one JSON object a line, with null for NaN and without lists that were not recorded."""
     text = "".join(_to_line(trace) + "\n" for trace in traces)
     write(path, lambda: path.write_text(text, encoding="utf-8"), "output")
 
 
 def load_traces(path: Path) -> list[HitTrace]:
-    """Return what `save_traces` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is no trace; line and field are named.
-    """
+    """Return what `save_traces` wrote; a line that is no trace is named in a `ConfigError`, with its field."""
     traces = []
     for number, line in enumerate(read_text(path, "traces").splitlines(), 1):
         if not line.strip():
@@ -152,17 +140,9 @@ def _to_line(trace: HitTrace) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolText:
-    """One text of the target with every drafter's trace on it.
-
-    Attributes:
-        traces: [K] traces of one drafter or more, all on this text.
-    """
+    """One text of the target with the traces [K] of one drafter or more, all on this text."""
 
     traces: tuple[HitTrace, ...]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.traces[0].tokens)
 
     @property
     def prompt(self) -> tuple[str, str]:
@@ -172,11 +152,7 @@ class PoolText:
 def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[PoolText]:
     """Return the texts that drafters were recorded on, in their order, with drafters in the order of the mapping.
 
-    Args:
-        traces: [drafters][n] traces by drafter, all on the same texts.
-
-    Raises:
-        ConfigError: a drafter has other texts than the first one.
+    Raises `ConfigError` where a drafter has other texts than the first one.
     """
     (first, texts), *others = ((name, [_text_of(trace) for trace in own]) for name, own in traces.items())
     for name, own in others:
@@ -208,13 +184,9 @@ class DrafterCosts:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class CostSheet:
-    """Costs of the machines of a recording.
+    """Costs of the machines of a recording: of its target and, by name, of its drafters.
 
-    Attributes:
-        target: costs of the target that wrote the texts.
-        drafters: costs of the drafters, by the names of their traces.
-        environment: machine and command of the recording, for people.
-        format: format of the file.
+    `environment` has the machine and the command of the recording, for people.
     """
 
     target: TargetCosts
@@ -228,22 +200,14 @@ class CostSheet:
 
 
 def costs_path(traces: Path, field_name: str) -> Path:
-    """Return the file of the costs of these traces.
-
-    Raises:
-        ConfigError: the name, of the option `field_name`, does not end in .jsonl.
-    """
+    """Return the file of the costs of these traces, which the option `field_name` names."""
     if traces.suffix != SUFFIX:
         raise ConfigError(f"{traces} does not end in {SUFFIX}; call it {traces.stem}{SUFFIX}", field=field_name)
     return traces.with_suffix(".costs.json")
 
 
 def load_costs(path: Path) -> CostSheet:
-    """Read the costs of a recording.
-
-    Raises:
-        ConfigError: the file cannot be read, or a field is missing, unknown or wrong; the field is named.
-    """
+    """Read the costs of a recording; a field that is missing, unknown or wrong is named in a `ConfigError`."""
     text = read_text(path, "costs", origin=", which `python -m research traces record` writes beside the traces")
     return from_json(CostSheet, text, "costs", prefix="costs.", remedy="record the traces again")
 
@@ -278,11 +242,7 @@ class Recording:
         return tuple(dict.fromkeys(text.prompt[0] for text in self.texts))
 
     def only(self, names: Sequence[str]) -> Recording:
-        """Return the recording of these drafters alone, in that order; of all if none is named.
-
-        Raises:
-            ConfigError: one was not recorded, or is named twice.
-        """
+        """Return the recording of these drafters alone, in that order; of all if none is named."""
         if not names:
             return self
         for name in names:
@@ -294,11 +254,7 @@ class Recording:
 
 
 def load_recording(path: Path) -> Recording:
-    """Read a recording.
-
-    Raises:
-        ConfigError: as `load_traces`, `load_costs` and `Recording`.
-    """
+    """Read a recording; raises as `load_traces`, `load_costs` and `Recording` do."""
     path = path.expanduser()
     traces = grouped(load_traces(path), lambda trace: trace.drafter)
     return Recording(traces, load_costs(costs_path(path, "traces")))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console, RenderableType
 
@@ -22,43 +20,38 @@ from research.traces.pool_replay import STATIC, Pool, PoolReplayed, Stage, pool_
 from research.traces.recordings import Recording, load_recording
 from research.traces.sweep import Replayed, Sweep, policy_of, sweep_tables
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Made = TypeVar("Made", bound="DataclassInstance")
+Made = tuple[RenderableType, Replayed | PoolReplayed]  # the tables of a result, and it
 
 
 def replay(given: Given) -> int:
     """Run `python -m research traces replay`."""
     options = given(ReplaySettings)
     recording, links = load_recording(options.traces).only(options.drafter), _links(options)
-    if options.selector:
-        _replay_pool(options, recording, links)
-    else:
-        _replay_windows(options, recording, links)
+    tables, made = (_replay_pool if options.selector else _replay_windows)(options, recording, links)
+    Console(width=100, highlight=False).print(tables)
+    if options.json:
+        save(made, options.json)
     return 0
 
 
-def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
+def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> Made:
     windows = _windows(options.window)
     sweep = Sweep(recording, links, windows, options.goal, options.min_step / 1e3, options.seed)
-
-    def replayed() -> Replayed:
-        with stage(f"replaying {len(recording.texts)} texts with every window"):
-            results = tuple(sweep.results())
-        return Replayed(
-            command=command_line(),
-            goal=options.goal.name.lower(),
-            min_step_ms=options.min_step,
-            seed=options.seed,
-            costs=asdict(recording.costs),
-            results=results,
-        )
-
-    _hand_out(options.json, replayed, sweep_tables)
+    _check_output(options)
+    with stage(f"replaying {len(recording.texts)} texts with every window"):
+        results = tuple(sweep.results())
+    made = Replayed(
+        command=command_line(),
+        goal=options.goal.name.lower(),
+        min_step_ms=options.min_step,
+        seed=options.seed,
+        costs=asdict(recording.costs),
+        results=results,
+    )
+    return sweep_tables(made), made
 
 
-def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
+def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> Made:
     for name in options.selector:
         if name != STATIC:
             selector_named(name)
@@ -68,31 +61,25 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
     costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
     stages = {link.record: Stage(costs, link.shape_at, policy, options.seed) for link in links}
     pool = Pool(recording, stages, options.selector, options.seeds, options.row)
-
-    def replayed() -> PoolReplayed:
-        with stage(f"replaying {options.seeds} runs of every selector"):
-            rows = tuple(pool.rows())
-        return PoolReplayed(
-            command=command_line(),
-            window=window,
-            seeds=options.seeds,
-            min_step_ms=options.min_step,
-            drafters=tuple(recording.traces),
-            costs=asdict(recording.costs),
-            rows=rows,
-        )
-
-    _hand_out(options.json, replayed, pool_tables)
+    _check_output(options)
+    with stage(f"replaying {options.seeds} runs of every selector"):
+        rows = tuple(pool.rows())
+    made = PoolReplayed(
+        command=command_line(),
+        window=window,
+        seeds=options.seeds,
+        min_step_ms=options.min_step,
+        drafters=tuple(recording.traces),
+        costs=asdict(recording.costs),
+        rows=rows,
+    )
+    return pool_tables(made), made
 
 
-def _hand_out(json: Path | None, make: Callable[[], Made], table: Callable[[Made], RenderableType]) -> None:
-    """Print the result of `make` as a table of 100 characters, and write it to `json` if that is given."""
-    if json:
-        check_file(json, "json")  # before the work
-    made = make()
-    Console(width=100, highlight=False).print(table(made))
-    if json:
-        save(made, json)
+def _check_output(options: ReplaySettings) -> None:
+    """Find a file that cannot be written before the work."""
+    if options.json:
+        check_file(options.json, "json")
 
 
 def _links(options: ReplaySettings) -> list[BenchLink]:

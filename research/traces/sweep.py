@@ -36,17 +36,14 @@ LEGEND = (
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class WindowResult:
-    """One drafter with one window over one link.
+    """One drafter with one window over one link; both are None for cloud streaming.
 
     Attributes:
-        drafter: name of the drafter; None: cloud streaming.
-        window: name of the window policy; None: cloud streaming.
         seconds: time from the requests to the last tokens, summed.
         ratio: speed over that of cloud streaming over the same link.
-        steps_per_token: target steps a token.
         acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
         first_token_ms: median time to the first token.
-        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming.
+        window_mean: mean of the unverified tokens that the policy asked for.
     """
 
     link: LinkRecord
@@ -66,15 +63,7 @@ class WindowResult:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Replayed:
-    """All results of a sweep.
-
-    Attributes:
-        goal: goal of the deployment.
-        min_step_ms: the shortest step.
-        seed: seed of the jitter.
-        costs: recorded costs of the machines.
-        results: results, link by link: cloud streaming, then every drafter with every window.
-    """
+    """All results of a sweep, link by link: of cloud streaming, then of every drafter with every window."""
 
     command: str
     goal: str
@@ -82,15 +71,6 @@ class Replayed:
     seed: int
     costs: Mapping[str, Any]
     results: tuple[WindowResult, ...]
-
-    @property
-    def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
-        return grouped(self.results, lambda result: result.link)
-
-
-def fastest(results: Sequence[WindowResult]) -> WindowResult:
-    """Return the result with most tokens a second, the first of several."""
-    return max(results, key=lambda result: result.tokens_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +91,7 @@ class NotedWindow(Window):
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, or rounds of `syncN`.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, or rounds of `syncN`."""
     if name == ADAPTIVE:
         return Policy(window=Window())
     length = name.removeprefix(SYNCHRONOUS)
@@ -127,14 +103,7 @@ def policy_of(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Combinations to replay.
-
-    Attributes:
-        windows: names of window policies.
-        goal: goal of the deployment.
-        min_step_s: the shortest target step, in seconds.
-        seed: seed of the jitter.
-    """
+    """Combinations of drafters, links and window policies to replay; `seed` is that of the jitter."""
 
     recording: Recording
     links: Sequence[BenchLink]
@@ -185,12 +154,13 @@ class Sweep:
 
 def sweep_tables(replayed: Replayed) -> Group:
     """Return every result, a block for each link."""
-    blocks = [_block(link, results) for link, results in replayed.by_link.items()]
+    by_link = grouped(replayed.results, lambda result: result.link)
+    blocks = [_block(link, results) for link, results in by_link.items()]
     return draw([Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)], LEGEND)
 
 
 def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
-    best = fastest(results)
+    best = max(results, key=lambda result: result.tokens_per_second)
     return [
         (
             link_name(link) if result is results[0] else "",

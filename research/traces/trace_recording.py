@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -47,7 +46,7 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 from research.research_settings import RecordSettings
 from research.simulator.clock import Costs
-from research.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
+from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.recordings import CostSheet, DrafterCosts, HitTrace, TargetCosts, costs_path, save_traces
 
 # The target is timed after a few prompts, in steps that verify these numbers of drafts.
@@ -60,6 +59,7 @@ BLOCK = 8  # tokens a job
 BLOCKS = 4
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
 Chances = Callable[[Sequence[int]], Sequence[float]]
+Vector = np.ndarray | None  # [rank]
 _WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
 Packages = Mapping[str, DrafterPackage | None]  # by name, in the order of the command; None: it needs none
 
@@ -117,43 +117,31 @@ def _projections(target: Target, drafters: Mapping[str, Drafter], verifier: Veri
     return {shape.projection: found[shape.projection] for shape in shapes.values()}
 
 
+@dataclass(frozen=True, slots=True)
 class Recorder:
-    """Records the hits of `drafters`, by the names of their traces, in texts of `target`."""
+    """Records the hits of drafters in texts of a target.
 
-    def __init__(
-        self,
-        target: Target,
-        drafters: Mapping[str, Drafter],
-        sampling: Sampling,
-        seeds: Sequence[int] = (),
-        projections: Mapping[str, Projection] | None = None,
-        age: int = 0,
-        documents: tuple[float, int] = (0.1, 4),
-    ) -> None:
-        """Take what is recorded.
+    Attributes:
+        drafters: drafters to record, by the names of their traces.
+        seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
+        projections: projections of the drafters to steer, by id.
+        age: positions by which the vectors are older than the freshest.
+        documents: share of tokens in which the documents that drafters copy differ from the texts, and tokens of such
+            an edit.
+    """
 
-        Args:
-            target: the model that writes.
-            drafters: drafters to record.
-            sampling: sampling of the texts.
-            seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
-            projections: projections of the drafters to steer, by id; None: none is.
-            age: positions by which the vectors are older than the freshest.
-            documents: share of tokens in which the documents that drafters copy differ from the texts, and tokens of
-                such an edit.
-        """
-        self._target = target
-        self._drafters = drafters
-        self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
-        self._projections = projections or {}
-        self._age = age
-        self._documents = documents
-        self._copiers = [drafter for drafter in drafters.values() if isinstance(drafter, RetrievalDrafter)]
+    target: Target
+    drafters: Mapping[str, Drafter]
+    sampling: Sampling
+    seeds: Sequence[int] = ()
+    projections: Mapping[str, Projection] = field(default_factory=dict)
+    age: int = 0
+    documents: tuple[float, int] = (0.1, 4)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
         texts, traces = self._traces(self._requests(prompts))
-        sheet = CostSheet(target_costs(self._target, self._samplings[0], texts), self._drafter_costs(texts))
+        sheet = CostSheet(target_costs(self.target, self.sampling, texts), self._drafter_costs(texts))
         say(f"a step takes {sheet.target.step_s * 1e3:.1f} ms + {sheet.target.row_s * 1e3:.2f} ms a row")
         for name, costs in sheet.drafters.items():
             own = [trace for trace in traces if trace.drafter == name]
@@ -162,23 +150,24 @@ class Recorder:
         return traces, sheet
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
-        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
+        tokenizer = Tokenizer.from_str(self.target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
+        samplings = [replace(self.sampling, seed=seed) for seed in self.seeds or (self.sampling.seed,)]
+        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in samplings]
 
     def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
         """Return the texts, and the traces on them, in the order of the requests."""
         found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
-        with (
-            closing(HitRecorder(self._drafters, requests)) as recorder,
-            stage(f"writing {len(requests)} texts, with every drafter's proposals"),
-        ):
-            writer = TextWriter(self._target, self._projections)
-            for text in writer.stream(requests):
-                ended, vectors = text.tokens[-1] in self._target.eos_tokens, self._vectors(text)
+        with stage(f"writing {len(requests)} texts, with every drafter's proposals"):
+            for text in TextWriter(self.target, self.projections).write(requests):
                 self._give_document(text)
-                traces = recorder.record(
-                    text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
+                traces = hits_of(
+                    self.drafters,
+                    text.request,
+                    text.tokens,
+                    chances=chances_of(text),
+                    ended=text.tokens[-1] in self.target.eos_tokens,
+                    vectors=self._vectors(text),
                 )
                 found[text.request] = replace(text, logits=None, vectors={}), traces
         texts = [found[request][0] for request in requests]
@@ -186,26 +175,24 @@ class Recorder:
 
     def _give_document(self, text: WrittenText) -> None:
         """Let drafters that copy have one document, most of which the text repeats."""
-        if not self._copiers:
-            return
-        share, run = self._documents
-        document = edited(text.tokens, share, run, seed=text.request.sampling.seed)
+        document = edited(text.tokens, *self.documents, seed=text.request.sampling.seed)
         index = SuffixIndex([np.array(document, dtype=np.uint32)])
-        for copier in self._copiers:
-            copier.sources = lambda: (index,)
+        for drafter in self.drafters.values():
+            if isinstance(drafter, RetrievalDrafter):
+                drafter.sources = lambda: (index,)
 
-    def _vectors(self, text: WrittenText) -> dict[str, SentVectors]:
+    def _vectors(self, text: WrittenText) -> dict[str, list[Vector]]:
         """Return the text's vectors by the names of the drafters that they steer."""
-        shapes = {name: steering_of(drafter) for name, drafter in self._drafters.items()}
+        shapes = {name: steering_of(drafter) for name, drafter in self.drafters.items()}
         return {
-            name: SentVectors(text.vectors[shape.projection], SteeringPrecision.INT8, self._age)
+            name: sent_vectors(text.vectors[shape.projection], self.age)
             for name, shape in shapes.items()
             if shape is not None and shape.projection in text.vectors
         }
 
     def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
         """Measure each drafter after some of the prompts."""
-        probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
+        probes = {name: DrafterProbe(drafter, self.sampling) for name, drafter in self.drafters.items()}
         for text in texts[:: -(-len(texts) // DRAFTER_TEXTS)]:
             for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
                 probe.after(text)
@@ -314,99 +301,66 @@ class DrafterProbe:
         return DrafterCosts(token_s, median(read) if read else 0.0)
 
 
-class HitRecorder:
-    """Records the hits of drafters, each of which reads a prompt once for all texts after it."""
+def hits_of(
+    drafters: Mapping[str, Drafter],
+    request: TextRequest,
+    tokens: Sequence[int],
+    *,
+    chances: Chances | None = None,
+    ended: bool = False,
+    vectors: Mapping[str, Sequence[Vector]] = {},
+) -> list[HitTrace]:
+    """Return what each drafter would have proposed in place of each of the `tokens` [n] that the target wrote.
 
-    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
-        """Take the drafters, by the names of their traces, and the requests of all texts to come."""
-        self._drafters = drafters
-        self._to_come = Counter(request.prompt for request in requests)
-        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
-
-    def record(
-        self,
-        request: TextRequest,
-        tokens: Sequence[int],
-        *,
-        chances: Chances | None = None,
-        ended: bool = False,
-        vectors: Mapping[str, SentVectors] | None = None,
-    ) -> list[HitTrace]:
-        """Return what each drafter would have proposed in place of each token of a text, in one batched pass.
-
-        A steered drafter reads token by token, each with the vector that is there by then.
-
-        Args:
-            request: one of the requests, each of which is recorded once.
-            tokens: [n] the text that the target wrote for it.
-            chances: the target's probabilities; None: they are not known, and the traces have no agreement.
-            ended: whether the text ended by itself.
-            vectors: steering vectors of the text, by the names of the drafters that they steer.
-
-        Raises:
-            ConfigError: the text is empty.
-        """
-        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
-        if request.prompt not in self._states:
-            self._states[request.prompt] = {n: _read(d.open(rule), request.prompt) for n, d in self._drafters.items()}
-        traces = []
-        for name, (prompt_log_q, state) in self._states[request.prompt].items():
-            state.follow(rule)
-            state.truncate(len(request.prompt))
-            sent = (vectors or {}).get(name)
+    That is one batched pass; a drafter that `vectors` steer, by its name, reads token by token, each with the vector
+    that is there by then. Without the target's `chances` the traces have no agreement.
+    """
+    rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
+    traces = []
+    for name, drafter in drafters.items():
+        with closing(drafter.open(rule)) as state:
+            prompt_log_q = _read(state, request.prompt)
+            sent = vectors.get(name)
             forced = state.propose_forced(tokens) if sent is None else _propose_steered(state, tokens, sent)
-            silent = tuple(draft.id < 0 for draft in forced)
-            traces.append(
-                HitTrace(
-                    id=request.id,
-                    domain=request.domain,
-                    drafter=name,
-                    drafter_version=self._drafters[name].version,
-                    temperature=request.sampling.temperature,
-                    prompt_tokens=len(request.prompt),
-                    tokens=tuple(tokens),
-                    hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
-                    confidence=_rounded(draft.confidence for draft in forced),
-                    ended=ended,
-                    silent=silent if any(silent) else (),
-                    perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
-                    agreement=_rounded(_agreement(forced, chances)) if chances else (),
-                    runner_up=_ranks(forced, tokens),
-                    seed=request.sampling.seed,
-                    prompt_log_q=prompt_log_q,
-                )
+        silent = tuple(draft.id < 0 for draft in forced)
+        traces.append(
+            HitTrace(
+                id=request.id,
+                domain=request.domain,
+                drafter=name,
+                drafter_version=drafter.version,
+                temperature=request.sampling.temperature,
+                prompt_tokens=len(request.prompt),
+                tokens=tuple(tokens),
+                hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
+                confidence=_rounded(draft.confidence for draft in forced),
+                ended=ended,
+                silent=silent if any(silent) else (),
+                perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
+                agreement=_rounded(_agreement(forced, chances)) if chances else (),
+                runner_up=_ranks(forced, tokens),
+                seed=request.sampling.seed,
+                prompt_log_q=prompt_log_q,
             )
-        self._to_come[request.prompt] -= 1
-        if not self._to_come[request.prompt]:
-            _close(self._states.pop(request.prompt))
-        return traces
-
-    def close(self) -> None:
-        while self._states:
-            _close(self._states.popitem()[1])
+        )
+    return traces
 
 
-def _read(state: DraftState, prompt: tuple[int, ...]) -> tuple[float, DraftState]:
+def _read(state: DraftState, prompt: tuple[int, ...]) -> float:
     """Let an empty state read the prompt; return the log q of its end, in nats a token; NaN: it is one token."""
     first = max(1, len(prompt) - PROMPT_TOKENS)
     state.extend(prompt[:first])
     end = prompt[first:]
-    return round(float(state.score(end).mean()), 4) if end else math.nan, state
+    return round(float(state.score(end).mean()), 4) if end else math.nan
 
 
-def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: SentVectors) -> tuple[DraftToken, ...]:
-    """Return the proposals in place of each token after a prompt, and leave the state unsteered."""
+def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: Sequence[Vector]) -> tuple[DraftToken, ...]:
+    """Return the proposals in place of each token after a prompt."""
     prompt, proposed = state.length, list[DraftToken]()
-    for token in tokens:
-        state.steer(vectors.after(state.length), prompt)
+    for token, vector in zip(tokens, vectors, strict=False):
+        state.steer(vector, prompt)
         proposed += state.propose_forced((token,))
-    state.steer(None, prompt)
     return tuple(proposed)
-
-
-def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:
-    for _, state in states.values():
-        state.close()
 
 
 def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
@@ -446,21 +400,14 @@ def edited(tokens: Sequence[int], share: float, run: int, *, seed: int) -> list[
     return document
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SentVectors:
-    """Steering vectors that reach an edge: rounded to what travels, and `age` positions older than the freshest."""
+def sent_vectors(vectors: np.ndarray, age: int) -> list[Vector]:
+    """Return the steering vectors that reach an edge in time for each token of a text, as what travels is rounded.
 
-    vectors: TextVectors
-    precision: SteeringPrecision
-    age: int
-
-    def after(self, length: int) -> np.ndarray | None:
-        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: no vector has that age.
-
-        The freshest belongs to position `length` - 2: the last token is committed, but not processed yet.
-        """
-        vector = self.vectors.at(length - 2 - self.age)
-        return None if vector is None else decode(encode(vector, self.precision), len(vector))
+    They are `age` positions older than the freshest of `vectors` [n, rank], which belongs to the last position but
+    one: the last token is committed, but not processed yet.
+    """
+    travelled = [decode(encode(vector, SteeringPrecision.INT8), len(vector)) for vector in vectors]
+    return [*[None] * (1 + age), *travelled[: max(0, len(vectors) - 1 - age)]]
 
 
 def find_packages(names: Sequence[str]) -> Packages:
@@ -476,11 +423,7 @@ def find_packages(names: Sequence[str]) -> Packages:
 
 
 def load_drafters(packages: Packages, tokenizer_json: str) -> dict[str, Drafter]:
-    """Load the drafters of `packages`, on one thread each; those with another tokenizer than the target draft by text.
-
-    Raises:
-        ModelRefused: see `OnnxDrafter` and `TextDrafter`.
-    """
+    """Load the drafters, on one thread each; those with another tokenizer than the target's draft by text."""
     try:
         return {
             name: _load(package, tokenizer_json) if package is not None else _WITHOUT_PACKAGE[name]()

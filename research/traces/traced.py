@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from outrider.cloud.serving.batching import Batching
 from outrider.proto.errors import ConfigError
@@ -24,16 +23,15 @@ from outrider.proto.session import (
     Selection,
     TeacherForced,
 )
-from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
-from research.simulator.simulated_verifier import SimulatedVerifier
+from research.simulator.simulated_verifier import SimulatedSource, SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import ShapeAt, WireLink
 from research.traces.recordings import HitTrace
 
+Beside = Callable[[VirtualClock, HitTrace, Costs], SimulatedSource]
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
 
@@ -48,8 +46,8 @@ class Policy:
         max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
-        here: whether the verifier has a drafter of its own, the edge's.
-        drafts_here: drafts that it makes before every step, none during one; None: as it prices them.
+        drafts_here: drafts that the verifier's own drafter makes before every step, none during one; None: as it prices
+            them.
         trees: whether steps verify branches beside the chain.
     """
 
@@ -59,7 +57,6 @@ class Policy:
     max_drafts: int = 16
     drafting: bool = True
     logprobs: bool = True
-    here: bool = False
     drafts_here: int | None = None
     trees: bool = False
 
@@ -69,20 +66,15 @@ def synchronous(length: int) -> Policy:
     return Policy(window=Window(length), patience=Patience(math.inf, length))
 
 
-def colocated(length: int) -> Policy:
-    """Return drafting beside the target: so many drafts before every step, none during one, and none at the edge."""
-    return Policy(drafting=False, here=True, drafts_here=length)
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Result of a replayed text.
+    """Result of a replayed text, on a clock that starts with its Open.
 
     Attributes:
-        seconds: time from Open to Done.
-        arrivals: [n] seconds until each token reached the user.
+        seconds: time until the last token.
+        arrivals: [n] time at which each token reached the user, in seconds.
         uplink_bytes, downlink_bytes: bytes that the link carried.
-        active: [n] index of the active drafter when the token came; 0: the first one.
+        active: [n] index of the active drafter when the token came.
     """
 
     seconds: float
@@ -90,7 +82,7 @@ class ReplayOutcome:
     arrivals: tuple[float, ...]
     uplink_bytes: int
     downlink_bytes: int
-    active: tuple[int, ...] = ()
+    active: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +199,14 @@ class Replay(Simulation):
         seed: int = 0,
         others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
-        here: DraftingHere | None = None,
+        beside: Beside | None = None,
         first: bool = True,
     ) -> None:
         """Set both sides up. The arguments are those of `replay`, for one text.
 
-        `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's. Drafts may follow the
-        Open at once unless the text is the `first` of the edge.
-
-        Raises:
-            ConfigError: others on another text, or without a selector.
+        `measurements` are the edge's of earlier texts; `batching` has the verifier's. Drafts may follow the
+        Open at once unless the text is the `first` of the edge. Raises `ConfigError` where others are on another text,
+        or without a selector.
         """
         if any((arm.trace.tokens, arm.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for arm in others):
             raise ConfigError("must be on the text of the first drafter", field="others")
@@ -238,10 +228,7 @@ class Replay(Simulation):
             send_q=bool(others),
             selection=Selection(selector, names) if selector is not None else None,
         )
-        local = None
-        if here is not None:
-            beside = TracedText((DrafterArm(trace, costs.here),))
-            local = LocalThreads(clock, here, lambda _: beside.draft)
+        local = beside(clock, trace, costs) if beside is not None else None
         verifier = SimulatedVerifier(clock, rules, text, costs, batching, local)
         opened = None if first else VerifierSession(frame, rules, 0.0).opened()
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
@@ -304,6 +291,7 @@ def replay(
     seed: int = 0,
     others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
+    beside: Beside | None = None,
 ) -> list[ReplayOutcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep their measurements.
 
@@ -316,37 +304,36 @@ def replay(
         seed: seed of the jitter.
         others: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: factory of the selector among all of them, called once for each text; None: there are no others.
+        beside: factory of the verifier's own drafter, called once for each text; None: it has none.
     """
-    session = partial(
-        Replay,
-        shape_at=shape_at,
-        costs=costs,
-        policy=policy,
-        measurements=Measurements(),
-        batching=Batching(),
-        seed=seed,
-        here=DraftingHere("here") if policy.here else None,
-    )
-
-    def one(trace: HitTrace, others: Sequence[DrafterArm], *, first: bool) -> ReplayOutcome:
-        return session(trace, others=others, selector=selector() if selector else None, first=first).outcome()
-
-    all_others = others or [()] * len(traces)
-    if warm_up_tokens and traces:
-        few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in all_others[0]]
-        one(traces[0].first(warm_up_tokens), few, first=True)
-    return [
-        one(trace, others, first=not (i or warm_up_tokens))
-        for i, (trace, others) in enumerate(zip(traces, all_others, strict=True))
+    measurements, batching = Measurements(), Batching()
+    texts = list(zip(traces, others or [()] * len(traces), strict=True))
+    warms_up = bool(warm_up_tokens and texts)
+    if warms_up:
+        trace, arms = texts[0]
+        few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in arms]
+        texts.insert(0, (trace.first(warm_up_tokens), few))
+    outcomes = [
+        Replay(
+            trace,
+            shape_at,
+            costs,
+            policy,
+            measurements=measurements,
+            batching=batching,
+            seed=seed,
+            others=arms,
+            selector=selector() if selector else None,
+            beside=beside,
+            first=not i,
+        ).outcome()
+        for i, (trace, arms) in enumerate(texts)
     ]
+    return outcomes[warms_up:]
 
 
 def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
-    """Return tokens a second over all texts, from the request to the last token.
-
-    Raises:
-        ConfigError: there is no text.
-    """
+    """Return tokens a second over all texts, from the request to the last token."""
     if not outcomes:
         raise ConfigError("are none; record some with a drafter first", field="traces")
     return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)

@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_link import Faults, FaultyLink
 from fuzzed_fleet import BROKEN_PLAN, NOTICED_S, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
 from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
+from oracle_drafters import ScriptedDrafters, drafter_of
 
 from outrider.cloud.grammar.grammar import Allowed
 from outrider.cloud.serving import recovery
@@ -53,8 +55,6 @@ from outrider.proto.types import (
     SteeringRequest,
 )
 from research.simulator.clock import VirtualClock
-from research.simulator.scripted import ScriptedDrafters, drafter_of
-from research.simulator.simulated_faults import Faults, FaultyLink
 from research.simulator.simulated_verifier import SimulatedStream
 from research.simulator.simulation import Simulation
 

@@ -6,7 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from bad_link import Faults
 from checked_simulation import HASH, CheckedSimulation, open_frame, rules
+from oracle_drafters import drafter_of, hashing_oracle
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,8 +19,6 @@ from outrider.edge.edge_metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Done, Drafted, DrafterFailed, EdgeSession, StopRequested, TurnBegun
 from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, FinishReason, Opened, Sampling, Timing
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 WHOSE = {"model_name": "m", "drafter": "d"}
 PHASE = "outrider:edge_phase_seconds"

@@ -7,12 +7,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from oracle_drafters import OracleTarget, ScriptedDrafters, drafter_of
+
 from outrider.proto import codec
 from outrider.proto.session import EdgeSession, TurnBegun
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 

@@ -7,7 +7,9 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from bad_link import Faults, FaultySimulation
 from hand_driven import committed
+from oracle_drafters import Oracle, OracleTarget, Proposer, ScriptedDrafters
 
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selector import Selector
@@ -17,8 +19,6 @@ from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
 from research.simulator import virtual_engine as simulated_engine
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
-from research.simulator.simulated_faults import Faults, FaultySimulation
 from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH = "ab" * 32

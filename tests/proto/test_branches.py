@@ -6,8 +6,10 @@ import itertools
 import random
 
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, counts_of, open_frame, rules
 from hand_driven import HandDrivenEdge, committed
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.cloud.serving.engine import Inbox
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
@@ -29,8 +31,6 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 
 def drafts(*ids: int) -> tuple[DraftToken, ...]:

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.edge.selectors import FixedShare, Leader
 from outrider.proto import codec
@@ -47,8 +49,6 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 # === both halves together =======================================================================================
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, CheckedVerifier, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import Measurements, Window
@@ -34,8 +36,6 @@ from outrider.proto.types import (
     SteeringRequest,
     Timing,
 )
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 RANK = 4
 REQUEST = SteeringRequest("0123456789ab")

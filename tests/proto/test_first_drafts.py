@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
 from outrider.proto.policy import Window
@@ -27,8 +29,6 @@ from outrider.proto.session import (
 )
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit, Open, Opened, Sampling
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 OPENED = Opened(0, 8, 40, "v", 2048, vocab_size=8)
 PROMPT = tuple(i % 7 + 1 for i in range(600))  # two steps read it, of 512 rows and of the rest

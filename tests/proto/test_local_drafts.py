@@ -12,6 +12,7 @@ import random
 from collections import Counter
 
 import pytest
+from oracle_drafters import hashing_oracle
 
 from outrider.proto.session import Drafted
 from outrider.proto.session import verifier as verifier_module
@@ -19,7 +20,6 @@ from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, Continue, Draft, DraftToken, Open, Report, Sampling, token_ids
-from research.simulator.scripted import hashing_oracle
 
 VOCAB, SEEDS = 6, 60
 RULES = VerifierRules("v", "m", "ab" * 32, VOCAB, 400, frozenset({0}), max_drafts=6, max_credit=12, keep_s=60.0)

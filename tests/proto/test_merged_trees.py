@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, counts_of, open_frame, rules, take_branches_for_text
 from hand_driven import committed
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements, Window
@@ -15,8 +17,6 @@ from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import Drafted, DraftJob, EdgeSession, Selection, Send, StreamReady, TeacherForced
 from outrider.proto.session.tree import Beside, DraftTree
 from outrider.proto.types import Branches, Commit, Draft, DraftToken, Opened, Sampling, Timing, token_ids
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 TREES = rules(trees=True)
 LINKS = {

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from bad_link import Faults
 from checked_simulation import HASH, CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed, frames
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.errors import (
     DataLoss,
@@ -52,8 +54,6 @@ from outrider.proto.types import (
     TokenFacts,
     token_ids,
 )
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 PROMPT_LENGTH = 3
 

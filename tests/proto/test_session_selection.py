@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.edge.selectors import FixedShare, Hedge, Leader, MetaSdUcb
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selector import RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 
 class AnyDrafter(StaticSelector):

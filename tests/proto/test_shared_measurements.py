@@ -10,12 +10,12 @@ from checked_simulation import CheckedSimulation, open_frame
 from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.session import DraftJob, EdgeSession, Selection, SentMessages, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
 from outrider.proto.types import Commit, Opened, Sampling, Timing
-from research.simulator.scripted import drafter_of, hashing_oracle
 
 
 def measured_text() -> Measurements:

@@ -7,8 +7,10 @@ import math
 import random
 
 import pytest
+from bad_link import Faults
 from checked_simulation import CheckedSimulation, counts_of, open_frame, rules, take_branches_for_text
 from hand_driven import HandDrivenEdge, committed
+from oracle_drafters import drafter_of, hashing_oracle
 
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy.likely_branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
@@ -19,8 +21,6 @@ from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Branch, Commit, Draft, DraftToken, Opened, Sampling, token_ids
-from research.simulator.scripted import drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults
 
 TREES = rules(trees=True)
 

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from local_threads import LocalThreads, colocated
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.session import EdgeSession
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import WireLink
 from research.traces.recordings import HitTrace
-from research.traces.traced import DrafterArm, Policy, TracedText, colocated, open_frame, rules_of
+from research.traces.traced import DrafterArm, Policy, TracedText, open_frame, rules_of
 
-COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
+COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, catch_up_s=0.0)
 WARM_UP_S = 1.5  # until measurements have settled
 MAX_TOKENS_A_S = 200  # of a session
 
@@ -34,7 +34,6 @@ def trace(seed: int, tokens: int = 120, right: float = 0.8) -> HitTrace:
 
 
 TRACES = [trace(seed) for seed in range(4)]
-BOTH = Policy(here=True)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ def load(
     policy: Policy,
     sessions: int,
     rtt_s: float = 0.01,
+    *,
+    here: bool = False,
     threads: int = 1,
     costs: Costs = COSTS,
     traces: Sequence[HitTrace] = TRACES,
@@ -84,15 +85,15 @@ def load(
     first = rng.randrange(len(traces))
     whole = [endless(traces, first + number, int(end_s * MAX_TOKENS_A_S)) for number in range(sessions)]
 
-    def text_of(number: int, costs: Costs) -> TracedText:
+    def text_of(number: int) -> TracedText:
         text = TracedText((DrafterArm(whole[number], costs),))
         text.tokens = (number, *text.tokens[1:])
         return text
 
-    texts = [text_of(number, costs) for number in range(sessions)]
+    texts = [text_of(number) for number in range(sessions)]
     local = None
-    if policy.here:
-        beside = {str(number): text_of(number, costs.here).draft for number in range(sessions)}
+    if here or policy.drafts_here:
+        beside = {str(number): text_of(number).draft for number in range(sessions)}
         local = LocalThreads(clock, DraftingHere("here"), beside.__getitem__, threads)
     verifier = SimulatedVerifier(clock, rules_of(texts, policy), ManyTexts(texts), costs, local=local)
 
@@ -139,8 +140,7 @@ def test_sessions_that_share_steps_get_as_much_of_their_drafts_as_one_alone(sess
 
 
 def test_edges_draft_at_once_and_drafters_beside_the_target_wait_for_a_thread() -> None:
-    slow = {"drafting_s": 0.01, "drafting_here_s": 0.01}
-    costs = Costs(step_s=0.03, row_s=0.0001, catch_up_s=0.0, **slow)
+    costs = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.01, catch_up_s=0.0)
     one, eight = (load(colocated(3), n, costs=costs) for n in (1, 8))
     assert one.cloud_drafting_s > 0
     assert one.edge_drafting_s == 0
@@ -170,9 +170,10 @@ def test_edges_draft_for_likely_misses_within_the_vocabulary() -> None:
 @pytest.mark.parametrize("row_ms", [0.1, 1.0])
 def test_both_ends_are_not_slowed_by_the_rows_of_each_other(row_ms) -> None:
     """A draft that pays in a step of its own may not pay where 16 sessions wait for its row."""
-    costs = replace(COSTS, step_s=0.012, row_s=row_ms / 1e3, min_step_s=0.03, drafting_s=4e-4, drafting_here_s=4e-4)
+    costs = replace(COSTS, step_s=0.012, row_s=row_ms / 1e3, min_step_s=0.03, drafting_s=4e-4)
     cloud, edge, both = (
-        load(policy, 16, costs=costs).tokens_per_second for policy in (Policy(drafting=False), Policy(), BOTH)
+        load(policy, 16, costs=costs, here=here).tokens_per_second
+        for policy, here in ((Policy(drafting=False), False), (Policy(), False), (Policy(), True))
     )
     beside = max(load(colocated(length), 16, costs=costs).tokens_per_second for length in (1, 2, 4))
     assert both > 1.05 * max(cloud, beside)

@@ -6,21 +6,21 @@ import random
 from collections.abc import Callable
 
 import pytest
+from bad_link import Faults
+from local_threads import LocalThreads
+from oracle_drafters import Proposer, ScriptedDrafters, hashing_oracle
+from oracle_texts import HASH, decode, own_texts
 
 from outrider.proto.policy.measurements import Acceptance
-from outrider.proto.session import EdgeSession, EdgeStatistics, Selection
+from outrider.proto.session import EdgeStatistics, Selection
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.edge import VerifierArm
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
-from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
-from research.simulator.scripted import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
-from research.simulator.simulated_verifier import SimulatedVerifier
+from research.simulator.clock import Costs
 
-HASH, VOCABULARY, PROMPT = "0" * 64, 64, (1, 2, 2)
+VOCABULARY = 64
 ORACLE = hashing_oracle(7, vocab=VOCABULARY, eos_odds=0.0)
 RULES = VerifierRules("v", "m", HASH, VOCABULARY, 4096, frozenset({0}))
 Right = Callable[[int], float]  # chance of the oracle's token, by the length of the prefix
@@ -41,48 +41,41 @@ def hitting(right: Right, seed: int) -> Proposer:
     return propose
 
 
-def decode(
+def decoded(
     edge: Right, here: Right, *, delay_s: float, drafting: bool = True, tokens: int = 400
 ) -> tuple[EdgeStatistics, float, list[float]]:
     """Decode one text; return its counts, its seconds, and the arrival of each token."""
-    clock = VirtualClock()
     beside = ScriptedDrafters([hitting(here, 1)], 0.002, random.Random(2))
-    verifier = SimulatedVerifier(
-        clock,
-        RULES,
-        OracleTarget(ORACLE),
-        Costs(min_step_s=0.03),
-        local=LocalThreads(clock, DraftingHere("here@1"), lambda _: beside.draft),
+    [simulation], seconds = decode(
+        1,
+        faults=Faults(delay_s=delay_s),
+        rules=RULES,
+        tokens=tokens,
+        costs=Costs(min_step_s=0.03),
+        local=lambda clock: LocalThreads(clock, DraftingHere("here@1"), lambda _: beside.draft),
+        oracle=ORACLE,
+        proposer=lambda _: hitting(edge, 3),
+        drafting_s=0.0005,
+        drafting=drafting,
     )
-    frame = Open("m", HASH, PROMPT, Sampling(max_tokens=tokens, ignore_eos=True), "s", drafting=drafting)
-    of_edge = ScriptedDrafters([hitting(edge, 3)], 0.0005, random.Random(4))
-    simulation = FaultySimulation(
-        clock, EdgeSession(frame), verifier, of_edge, Faults(delay_s=delay_s), random.Random(5)
-    )
-    simulation.begin()
-    while simulation.done is None:
-        clock.advance()
-    prompt = PROMPT
-    for _ in range(tokens):
-        prompt += (ORACLE(prompt),)
-    assert simulation.emitted == list(prompt[-tokens:]), "the text is the target's own"
-    return simulation.edge.statistics, clock.now, simulation.arrivals
+    assert [simulation.emitted] == own_texts(1, oracle=ORACLE, tokens=tokens), "the text is the target's own"
+    return simulation.edge.statistics, seconds, simulation.arrivals
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03, 0.1])
 def test_where_the_verifiers_own_drafter_hits_more_the_edge_rests(delay_s) -> None:
-    counts, seconds, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s)
+    counts, seconds, _ = decoded(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s)
     assert counts.drafted < 0.15 * 400, "but for the first drafts and a few probes"
     assert counts.accepted_cloud > 0.95 * counts.accepted
-    _, alone_s, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s, drafting=False)
+    _, alone_s, _ = decoded(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s, drafting=False)
     assert seconds < 1.03 * alone_s, "as fast as beside an edge that has no drafter"
-    equal, _, _ = decode(lambda _: 0.85, lambda _: 0.85, delay_s=delay_s)
+    equal, _, _ = decoded(lambda _: 0.85, lambda _: 0.85, delay_s=delay_s)
     assert equal.drafted > 1.2 * counts.drafted, "one that hits as much does not rest for its merit"
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03])
 def test_where_the_edges_drafter_hits_more_its_chain_leads(delay_s) -> None:
-    counts, _, _ = decode(lambda _: 0.97, lambda _: 0.5, delay_s=delay_s)
+    counts, _, _ = decoded(lambda _: 0.97, lambda _: 0.5, delay_s=delay_s)
     assert counts.accepted - counts.accepted_cloud > 0.95 * counts.accepted > 0.85 * 400
     assert counts.verified_cloud < 0.1 * counts.verified
 
@@ -92,7 +85,7 @@ def test_a_resting_drafter_that_comes_to_hit_more_takes_the_lead(monkeypatch, de
     """Text that the edge has: from token 150 on its drafter copies a local document."""
 
     def second_half() -> tuple[EdgeStatistics, float]:
-        counts, _, arrivals = decode(lambda n: 0.3 if n < 150 else 0.98, lambda _: 0.7, delay_s=delay_s)
+        counts, _, arrivals = decoded(lambda n: 0.3 if n < 150 else 0.98, lambda _: 0.7, delay_s=delay_s)
         return counts, arrivals[-1] - arrivals[200]
 
     counts, seconds = second_half()
@@ -162,7 +155,7 @@ def test_the_verifier_is_better_only_surely_and_while_it_drafts() -> None:
 
 
 def test_a_resting_edges_word_counts_and_a_drafting_ones_is_checked() -> None:
-    frame = Open("m", HASH, PROMPT, Sampling(max_tokens=40, ignore_eos=True), "s")
+    frame = Open("m", HASH, (1, 2, 2), Sampling(max_tokens=40, ignore_eos=True), "s")
     for rests, rate in ((True, 0.9), (False, 0.5)):
         session = VerifierSession(frame, RULES, 0.0, DraftingHere("here@1"))
         assert session.ends is not None

@@ -11,10 +11,10 @@ from scripted_drafters import ScriptedDrafter
 
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
-from research.text_writer import TextRequest, TextVectors
+from outrider.proto.types import DraftToken, Sampling
+from research.text_writer import TextRequest
 from research.traces.recordings import HitTrace, load_traces, save_traces
-from research.traces.trace_recording import HitRecorder, SentVectors
+from research.traces.trace_recording import hits_of, sent_vectors
 
 PROMPT = (7, 8, 9)
 TEXT = (20, 21, 22, 23, 24)
@@ -38,8 +38,7 @@ MEASURED = {
 
 def recorded(script, **changes) -> HitTrace:
     request = TextRequest(PROMPT, Sampling(temperature=0.5), "p", "code")
-    recorder = HitRecorder({"scripted": ScriptedDrafter(script, q=0.7)}, [request])
-    [trace] = recorder.record(request, TEXT, **changes)
+    [trace] = hits_of({"scripted": ScriptedDrafter(script, q=0.7)}, request, TEXT, **changes)
     return trace
 
 
@@ -80,7 +79,7 @@ class Leaning(TokenPrefix):
 
     def steer(self, vector, since) -> None:
         assert since == len(PROMPT)
-        self.said = 99 if vector is None else int(vector[0])
+        self.said = 99 if vector is None else round(float(vector[0]))
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
         return (DraftToken(self.said, 0.5),) * n
@@ -99,15 +98,14 @@ class LeaningDrafter:
 
 @pytest.mark.parametrize("age", [0, 1, 2])
 def test_a_steered_drafter_is_recorded_with_the_vector_that_is_there_by_then(age) -> None:
-    rows = np.array([[float(20 + i)] for i in range(len(PROMPT) + len(TEXT))], dtype=np.float32)
-    vectors = SentVectors(TextVectors(0, rows), SteeringPrecision.FLOAT16, age)
+    vectors = sent_vectors(np.array([[22.0 + i] for i in range(len(TEXT))], dtype=np.float32), age)
     request = TextRequest(PROMPT, Sampling(temperature=0.5), "p", "code")
-    recorder = HitRecorder({"leaning": LeaningDrafter()}, [request, request])
-    [trace] = recorder.record(request, TEXT, vectors={"leaning": vectors})
+    drafters = {"leaning": LeaningDrafter()}
+    [trace] = hits_of(drafters, request, TEXT, vectors={"leaning": vectors})
     # Before token i of the text the vector is that of position 3 + i - 2 - age; there it says 20 + 1 + i - age.
-    assert trace.hits == tuple(token == (20 + 1 + i - age if i + 1 >= age else 99) for i, token in enumerate(TEXT))
-    [plain] = recorder.record(request, TEXT)
-    assert not any(plain.hits), "the next text begins unsteered"
+    assert trace.hits == tuple(token == (20 + 1 + i - age if i > age else 99) for i, token in enumerate(TEXT))
+    [plain] = hits_of(drafters, request, TEXT)
+    assert not any(plain.hits), "without vectors it is not steered"
     assert any(trace.hits) == (age == 1)
 
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
+from bad_link import Faults
+from local_threads import LocalThreads, colocated, drafting_beside
+from oracle_drafters import ScriptedDrafters, drafter_of
+from oracle_texts import ORACLE, TOKENS, decode, own_texts
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.patience import division_of
-from outrider.proto.session import Done, EdgeSession, EdgeStatistics, both_ends
+from outrider.proto.session import EdgeStatistics, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
-from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
-from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
-from research.simulator.simulated_verifier import SimulatedVerifier
 from research.traces.recordings import HitTrace
-from research.traces.traced import Policy, replay, tokens_per_second
-
-HASH = "0" * 64
-TOKENS = 60
-ORACLE = hashing_oracle(7, eos_odds=0.0)
-RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))
+from research.traces.traced import Beside, Policy, replay, tokens_per_second
 
 
 class CheckedThreads(LocalThreads):
@@ -43,77 +35,48 @@ class CheckedThreads(LocalThreads):
         super().begin(shares, now)
 
 
-def decode(
+def decoded(
     edges: int = 1,
     *,
     right: float = 0.8,
     here_s: float = 0.001,
-    faults: Faults | None = None,
-    drafting: bool = True,
-    drafts_here: int | None = None,
     dies_after: int = 1 << 30,
     price: float | None = None,
-    turns: int = 1,
+    **options,
 ) -> tuple[list[list[int]], list[EdgeStatistics], float]:
     """Return texts of edges on a verifier with a drafter of its own, their counts, and when the last has ended."""
-    clock, here, rng = VirtualClock(), DraftingHere("here@1", price), random.Random(5)
+    rng = random.Random(5)
     drafters: dict[str, ScriptedDrafters] = defaultdict(
         lambda: ScriptedDrafters([drafter_of(ORACLE, 1, right, dies_after=dies_after)], here_s, rng)
     )
-    local = CheckedThreads(clock, here, lambda session: drafters[session].draft)
-    local.prefixes = drafters
-    verifier = SimulatedVerifier(clock, RULES, OracleTarget(ORACLE), Costs(), local=local)
-    simulations = []
-    for i in range(edges):
-        frame = Open(
-            "m",
-            HASH,
-            (1 + i % 7, 2, 2),
-            Sampling(max_tokens=TOKENS, ignore_eos=True),
-            f"s{i}",
-            drafting=drafting,
-            drafts_here=drafts_here,
-        )
-        of_edge = ScriptedDrafters([drafter_of(ORACLE, i, 0.8, confidence="telling")], 0.002, random.Random(i))
-        simulations.append(
-            FaultySimulation(clock, EdgeSession(frame), verifier, of_edge, faults or Faults(), random.Random(i))
-        )
-    for simulation in simulations:
-        simulation.begin()
-    while any(simulation.done is None for simulation in simulations):
-        clock.advance()
-    assert all(isinstance(simulation.done, Done) for simulation in simulations)
-    return [each.emitted for each in simulations], [each.edge.statistics for each in simulations], clock.now
 
+    def local(clock: VirtualClock) -> CheckedThreads:
+        threads = CheckedThreads(clock, DraftingHere("here@1", price), lambda session: drafters[session].draft)
+        threads.prefixes = drafters
+        return threads
 
-def own_texts(edges: int) -> list[list[int]]:
-    texts = []
-    for i in range(edges):
-        prompt: tuple[int, ...] = (1 + i % 7, 2, 2)
-        for _ in range(TOKENS):
-            prompt += (ORACLE(prompt),)
-        texts.append(list(prompt[-TOKENS:]))
-    return texts
+    simulations, ended = decode(edges, local=local, **options)
+    return [each.emitted for each in simulations], [each.edge.statistics for each in simulations], ended
 
 
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("here_s", [0.0002, 0.02])
 @pytest.mark.parametrize("drafts_here", [None, 0, 1, 7, 100])
 def test_texts_are_the_targets_own(right, here_s, drafts_here) -> None:
-    texts, _, _ = decode(3, right=right, here_s=here_s, drafts_here=drafts_here)
+    texts, _, _ = decoded(3, right=right, here_s=here_s, drafts_here=drafts_here)
     assert texts == own_texts(3)
 
 
 @pytest.mark.parametrize("price", [0.0, None, 20.0])
 def test_texts_are_the_targets_own_on_a_bad_link(price) -> None:
     faults = Faults(jitter_s=0.03, duplicated=0.2, reordered=0.2, breaks_every_s=0.7, goaway_every_s=1.5)
-    texts, _, _ = decode(3, faults=faults, price=price)
+    texts, _, _ = decoded(3, faults=faults, price=price)
     assert texts == own_texts(3)
 
 
 @pytest.mark.parametrize("here_s", [0.0002, 0.005])
 def test_texts_are_the_targets_own_where_sixteen_share_steps_and_thread(here_s) -> None:
-    texts, counts, _ = decode(16, here_s=here_s)
+    texts, counts, _ = decoded(16, here_s=here_s)
     assert texts == own_texts(16)
     assert sum(each.verified_cloud for each in counts) > 0
 
@@ -122,7 +85,7 @@ def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
     """Each takes milliseconds of the engine's thread, and what many sessions measure never rests."""
     made = []
     monkeypatch.setattr(both_ends, "division_of", lambda view: made.append(view) or division_of(view))
-    texts, _, _ = decode(16)
+    texts, _, _ = decoded(16)
     assert texts == own_texts(16)
     changes = 4  # of an edge that begins to draft, or is found to be worse or no worse
     assert len(made) <= 16 * (TOKENS / both_ends.KEPT_TOKENS + changes)
@@ -130,14 +93,14 @@ def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
 
 @pytest.mark.parametrize("dies_after", [0, 1, 20])
 def test_a_broken_drafter_costs_no_text(dies_after) -> None:
-    texts, counts, _ = decode(2, dies_after=dies_after)
+    texts, counts, _ = decoded(2, dies_after=dies_after)
     assert texts == own_texts(2)
     assert all(each.verified_cloud <= 16 * dies_after for each in counts)
 
 
 def test_a_verifier_that_drafts_serves_edges_that_do_not() -> None:
-    texts, (counts,), seconds = decode(drafting=False)
-    _, (without,), slow_s = decode(drafting=False, drafts_here=0)
+    texts, (counts,), seconds = decoded(drafting=False)
+    _, (without,), slow_s = decoded(drafting=False, drafts_here=0)
     assert texts == own_texts(1)
     assert (counts.drafted, without.verified) == (0, 0)
     assert counts.verified_cloud == counts.verified > 0
@@ -146,7 +109,7 @@ def test_a_verifier_that_drafts_serves_edges_that_do_not() -> None:
 
 
 def test_a_fixed_number_of_drafts_is_made_before_every_step() -> None:
-    _, (counts,), _ = decode(drafting=False, drafts_here=3)
+    _, (counts,), _ = decoded(drafting=False, drafts_here=3)
     assert 3 * (counts.steps - 3) <= counts.verified <= 3 * counts.steps, "less where the text begins and ends"
 
 
@@ -161,7 +124,7 @@ def test_prefixes_that_are_not_cut_back_at_a_miss_are_found(monkeypatch) -> None
 
     monkeypatch.setattr(BothEnds, "_miss", miss)
     with pytest.raises(AssertionError):
-        decode()
+        decoded()
 
 
 # === replays ====================================================================================================
@@ -180,30 +143,27 @@ def traces(acceptance: float = 0.8, texts: int = 2, tokens: int = 160) -> list[H
     return found
 
 
-def speed(policy: Policy, round_trip_s: float, costs: Costs = COSTS) -> float:
+def speed(policy: Policy, round_trip_s: float, beside: Beside | None = None) -> float:
     shape = LinkShape(rtt_s=round_trip_s)
-    return tokens_per_second(replay(traces(), lambda _: shape, costs, policy, warm_up_tokens=24))
+    return tokens_per_second(replay(traces(), lambda _: shape, COSTS, policy, warm_up_tokens=24, beside=beside))
 
 
 @pytest.mark.parametrize("round_trip_s", [0.002, 0.06])
 @pytest.mark.parametrize("here_s", [0.0005, 0.004])
 def test_both_ends_are_hardly_slower_than_a_drafter_beside_the_target(round_trip_s, here_s) -> None:
-    costs = replace(COSTS, drafting_here_s=here_s)
-    beside = max(
-        speed(Policy(drafting=False, here=True, drafts_here=n), round_trip_s, costs) for n in (2, 3, 4, 6, 8, 12)
-    )
-    assert speed(Policy(here=True), round_trip_s, costs) > 0.94 * beside
+    beside = max(speed(colocated(n), round_trip_s, drafting_beside(here_s)) for n in (2, 3, 4, 6, 8, 12))
+    assert speed(Policy(), round_trip_s, drafting_beside(here_s)) > 0.94 * beside
 
 
 def test_a_near_edge_takes_work_from_the_verifier() -> None:
     shape = LinkShape(rtt_s=0.002)
 
     def drafted_here(policy: Policy) -> float:
-        outcomes = replay(traces(), lambda _: shape, replace(COSTS, drafting_here_s=0.004), policy)
+        outcomes = replay(traces(), lambda _: shape, COSTS, policy, beside=drafting_beside(0.004))
         return sum(outcome.statistics.cloud_drafting_s for outcome in outcomes)
 
-    assert drafted_here(Policy(here=True)) < 0.3 * drafted_here(Policy(here=True, drafting=False))
+    assert drafted_here(Policy()) < 0.3 * drafted_here(Policy(drafting=False))
 
 
 def test_without_a_drafter_at_the_verifier_nothing_changes() -> None:
-    assert speed(Policy(), 0.03) == speed(Policy(here=True, drafts_here=0), 0.03)
+    assert speed(Policy(), 0.03) == speed(Policy(drafts_here=0), 0.03, drafting_beside())

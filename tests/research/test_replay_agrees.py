@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from outrider.proto.types import FinishReason
 from research.simulator.clock import Costs
 from research.text_writer import TextRequest
 from research.traces.recordings import HitTrace
-from research.traces.trace_recording import HitRecorder
+from research.traces.trace_recording import hits_of
 from research.traces.traced import Policy, ReplayOutcome, replay, tokens_per_second
 
 pytestmark = pytest.mark.alone
@@ -104,12 +104,13 @@ def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampl
     """Record where `drafter` hits in texts that the target wrote."""
     prompts = [text.prompt for text in texts]
     requests = [TextRequest(client.encode(prompt.text), sampling, prompt.id, prompt.domain) for prompt in prompts]
-    with closing(HitRecorder({drafter.name: drafter}, requests)) as recorder:
-        return [
-            trace
-            for text, request in zip(texts, requests, strict=True)
-            for trace in recorder.record(request, text.tokens, ended=text.commits[-1][0].finish is FinishReason.EOS)
-        ]
+    return [
+        trace
+        for text, request in zip(texts, requests, strict=True)
+        for trace in hits_of(
+            {drafter.name: drafter}, request, text.tokens, ended=text.commits[-1][0].finish is FinishReason.EOS
+        )
+    ]
 
 
 def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:

@@ -15,9 +15,9 @@ from outrider.edge.selectors import FixedShare, Hedge, MetaSdUcb, default_select
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import CatchUpJob, EdgeSession, Selection
 from research.simulator.clock import Costs
-from research.traces.pool_replay import Stage, Trajectory
+from research.traces.pool_replay import Stage
 from research.traces.recordings import HitTrace, PoolText
-from research.traces.traced import Policy, synchronous
+from research.traces.traced import Policy, ReplayOutcome, synchronous
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
 DRAFTS = 6
@@ -81,17 +81,17 @@ def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
     return Stage(costs, shape_at, synchronous(DRAFTS))
 
 
-def play(texts: Sequence[PoolText], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
-    return stage_of(arms, shape_at).trajectories(texts, selector)
+def play(texts: Sequence[PoolText], arms: Sequence[Arm], selector: Selector, shape_at) -> list[ReplayOutcome]:
+    return stage_of(arms, shape_at).chosen(texts, selector)
 
 
-def oracle(text: PoolText, arms: Sequence[Arm], shape_at) -> Trajectory:
+def oracle(text: PoolText, arms: Sequence[Arm], shape_at) -> ReplayOutcome:
     [best] = stage_of(arms, shape_at).best([text])
     return best
 
 
-def best_single(texts: Sequence[PoolText], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
-    """Return the drafter that alone would have been the fastest, and its trajectories."""
+def best_single(texts: Sequence[PoolText], arms: Sequence[Arm], shape_at) -> tuple[int, list[ReplayOutcome]]:
+    """Return the drafter that alone would have been the fastest, and its run."""
     stage = stage_of(arms, shape_at)
     runs = {arm: stage.alone(texts, arm) for arm in range(len(arms))}
     arm = min(runs, key=lambda index: sum(run.seconds for run in runs[index]))
@@ -234,9 +234,9 @@ def test_after_a_change_of_domain_the_default_is_soon_near_the_best_drafter() ->
         rng = np.random.default_rng(seed)
         before, after = (int(domain) for domain in rng.permutation(4)[:2])
         text = text_of(rng, [(before, 160), (after, 224)])
-        best_run = play([text], FAMILY, StaticSelector(after + 1), link(50))[0].at_s
-        run = play([text], FAMILY, default_selector(5), link(50))[0].at_s
-        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].at_s
+        best_run = play([text], FAMILY, StaticSelector(after + 1), link(50))[0].arrivals
+        run = play([text], FAMILY, default_selector(5), link(50))[0].arrivals
+        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].arrivals
         settled, end = 160 + 64, 383
         best += best_run[end] - best_run[settled]
         mine += run[end] - run[settled]
@@ -255,7 +255,7 @@ def test_a_slower_better_drafter_wins_on_a_long_link_and_loses_on_a_short_one(ma
     arm, _ = best_single(texts, UNEQUAL, link(rtt_ms))
     assert arm == better
     selector = make()
-    choices = [play([text], UNEQUAL, selector, link(rtt_ms))[0].choices for text in texts]
+    choices = [play([text], UNEQUAL, selector, link(rtt_ms))[0].active for text in texts]
     late = np.concatenate([choice[100:] for choice in choices])
     assert (late == better).mean() > 0.85
 
@@ -264,25 +264,25 @@ def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() 
     shares = []
     for seed in range(2):
         text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))
-        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].at_s[400]
+        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].arrivals[400]
         shape_at = lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200)  # noqa: E731
         [run] = play([text], UNEQUAL, default_selector(2), shape_at)
-        change = next(i for i, elapsed in enumerate(run.at_s) if elapsed >= changes_at_s)
-        shares.append(np.mean(run.choices[change + 64 :]))
-        assert np.mean(run.choices[50 : change - 10]) < 0.15
+        change = next(i for i, elapsed in enumerate(run.arrivals) if elapsed >= changes_at_s)
+        shares.append(np.mean(run.active[change + 64 :]))
+        assert np.mean(run.active[50 : change - 10]) < 0.15
     assert np.mean(shares) > 0.85
 
 
 def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> None:
     arms = [Arm(name, 0.0006, 0.0) for name in ("best", "middle", "worst")]
     text = text_of(np.random.default_rng(0), [(0, 8_000)], np.array([[0.85], [0.7], [0.55]]))
-    best = play([text], arms, StaticSelector(0), link(50))[0].at_s
+    best = np.array(play([text], arms, StaticSelector(0), link(50))[0].arrivals)
     selectors = {
         "ucb": MetaSdUcb(arms=3, strength=0.6),
         "chance": Chance(arms=3, rng=np.random.default_rng(0)),
         "default": default_selector(3),
     }
-    regret = {name: play([text], arms, each, link(50))[0].at_s - best for name, each in selectors.items()}
+    regret = {name: play([text], arms, each, link(50))[0].arrivals - best for name, each in selectors.items()}
     early, late = ({name: each[token] for name, each in regret.items()} for token in (799, -1))
     assert late["ucb"] < 5 * early["ucb"], "from 800 to 8000 tokens"
     assert late["chance"] > 8 * early["chance"]
@@ -293,18 +293,17 @@ def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> No
 # --- what the edge need not compute again ---
 
 
-def played(selector: Callable[[], Selector]) -> list[tuple[list[float], list[int]]]:
-    """Texts with four domains over three links: arrivals of tokens, and the active drafters."""
+def played(selector: Callable[[], Selector]) -> list[ReplayOutcome]:
+    """Texts with four domains over three links."""
     rng = np.random.default_rng(3)
     texts = [text_of(rng, [(domain, 90)]) for domain in range(4)]
     costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
     stages = [Stage(costs, link(rtt_ms), Policy()) for rtt_ms in (2, 10, 60)]
-    runs = [run for stage in stages for run in stage.trajectories(texts, selector())]
-    return [(run.at_s.tolist(), run.choices.tolist()) for run in runs]
+    return [run for stage in stages for run in stage.chosen(texts, selector())]
 
 
 def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch) -> None:
-    def trajectories() -> list[tuple[list[float], list[int]]]:
+    def runs() -> list[ReplayOutcome]:
         return played(lambda: default_selector(len(FAMILY)))
 
     def asked() -> int:
@@ -313,21 +312,21 @@ def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch)
     questions: list[None] = []
     ask = EdgeSession._tokens
     monkeypatch.setattr(EdgeSession, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
-    kept = trajectories()
+    kept = runs()
     few = asked()
     kept_allowance = EdgeSession._allowance
     monkeypatch.setattr(EdgeSession, "_allowance", lambda self: self._review() or kept_allowance(self))
-    assert trajectories() == kept
+    assert runs() == kept
     assert asked() - few > few
     monkeypatch.undo()
     monkeypatch.setattr(EdgeSession, "_review", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
-        assert trajectories() == kept
+        assert runs() == kept
 
 
 @pytest.mark.parametrize("selector", ["leader", "hedge"])
 def test_idle_drafters_asked_for_once_a_commit_catch_up_as_if_asked_each_time(monkeypatch, selector) -> None:
-    def trajectories() -> list[tuple[list[float], list[int]]]:
+    def runs() -> list[ReplayOutcome]:
         return played(lambda: selector_named(selector)(len(FAMILY), np.random.default_rng(1)))
 
     def forget(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
@@ -339,8 +338,8 @@ def test_idle_drafters_asked_for_once_a_commit_catch_up_as_if_asked_each_time(mo
         return next_catch_up(self, transcript)
 
     next_catch_up = Selection.next_catch_up
-    kept = trajectories()
+    kept = runs()
     monkeypatch.setattr(Selection, "next_catch_up", forget)
-    assert trajectories() == kept
+    assert runs() == kept
     monkeypatch.setattr(Selection, "next_catch_up", stale)
-    assert trajectories() != kept, "drafters that are not asked for again never catch up"
+    assert runs() != kept, "drafters that are not asked for again never catch up"

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
+from bad_link import Faults
+from oracle_texts import RULES, decode, own_texts
 
 from outrider.cloud.serving.batching import Batch, Batching, credit_of
-from outrider.proto.session import EdgeSession
-from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import Open, Patience, Sampling
+from outrider.proto.types import Patience
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
-from research.simulator.simulated_verifier import SimulatedVerifier
-
-HASH = "0" * 64
-RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))
-TOKENS = 60
-ORACLE = hashing_oracle(7, eos_odds=0.0)
 
 
 class Noted(Batching):
@@ -36,71 +27,47 @@ class Noted(Batching):
         return batch
 
 
-def decode(
-    edges: int,
-    *,
-    faults: Faults | None = None,
-    rules: VerifierRules = RULES,
-    prompt: int = 3,
-    costs: Costs | None = None,
-) -> tuple[list[list[int]], Noted, float]:
-    """Return texts of edges that begin together on one verifier, its rules of a batch, and when the last has ended."""
-    clock, batching = VirtualClock(), Noted()
-    verifier = SimulatedVerifier(clock, rules, OracleTarget(ORACLE), costs or Costs(), batching)
-    simulations = []
-    for i in range(edges):
-        tokens = (1 + i % 7, *(2,) * (prompt - 1))
-        rng = random.Random(i)
-        edge = EdgeSession(Open("m", HASH, tokens, Sampling(max_tokens=TOKENS, ignore_eos=True), f"s{i}"))
-        drafters = ScriptedDrafters([drafter_of(ORACLE, i, 0.8, confidence="telling")], 0.002, rng)
-        simulations.append(FaultySimulation(clock, edge, verifier, drafters, faults or Faults(), rng))
-    for simulation in simulations:
-        simulation.begin()
-    while any(simulation.done is None for simulation in simulations):
-        clock.advance()
-    return [simulation.emitted for simulation in simulations], batching, clock.now
-
-
-def own_text(prompt: tuple[int, ...]) -> list[int]:
-    for _ in range(TOKENS):
-        prompt += (ORACLE(prompt),)
-    return list(prompt[-TOKENS:])
+def decoded(edges: int, **options) -> tuple[list[list[int]], list[int], float]:
+    """Return texts, the sessions of each step, and when the last text has ended."""
+    batching = Noted()
+    simulations, ended = decode(edges, batching=batching, **options)
+    return [simulation.emitted for simulation in simulations], batching.sizes, ended
 
 
 @pytest.mark.parametrize("edges", [1, 3, 12])
 def test_texts_are_the_targets_own_however_many_share_its_steps(edges) -> None:
-    texts, batching, _ = decode(edges)
-    assert texts == [own_text((1 + i % 7, 2, 2)) for i in range(edges)]
-    assert max(batching.sizes) == edges
+    texts, sizes, _ = decoded(edges)
+    assert texts == own_texts(edges)
+    assert max(sizes) == edges
 
 
 def test_texts_are_the_targets_own_on_a_bad_link() -> None:
     faults = Faults(jitter_s=0.03, duplicated=0.2, reordered=0.2, breaks_every_s=0.7, goaway_every_s=1.5)
-    texts, _, _ = decode(3, faults=faults)
-    assert texts == [own_text((1 + i % 7, 2, 2)) for i in range(3)]
+    texts, _, _ = decoded(3, faults=faults)
+    assert texts == own_texts(3)
 
 
 def test_sessions_that_share_steps_are_hardly_slower_than_one_alone() -> None:
     costs = Costs(row_s=0.0)
-    (_, one, alone_s), (_, many, together_s) = (decode(edges, costs=costs) for edges in (1, 8))
+    (_, one, alone_s), (_, many, together_s) = (decoded(edges, costs=costs) for edges in (1, 8))
     assert together_s < 1.5 * alone_s
-    assert len(many.sizes) < 4 * len(one.sizes), "8 times the texts"
+    assert len(many) < 4 * len(one), "8 times the texts"
 
 
 def test_sessions_without_patience_are_all_in_the_step_of_the_first() -> None:
-    _, batching, _ = decode(4, rules=replace(RULES, patience=Patience(0.0)), faults=Faults(delay_s=0.0))
-    assert set(batching.sizes[2:12]) == {4}, "before the first text ends"
+    _, sizes, _ = decoded(4, rules=replace(RULES, patience=Patience(0.0)), faults=Faults(delay_s=0.0))
+    assert set(sizes[2:12]) == {4}, "before the first text ends"
 
 
 def test_long_prompts_are_read_in_chunks_while_others_decode() -> None:
-    texts, batching, _ = decode(2, prompt=700)
-    assert texts == [own_text((1 + i, *(2,) * 699)) for i in range(2)]
-    assert batching.sizes[0] == 1, "the first prompt takes all the room there is"
+    texts, sizes, _ = decoded(2, prompt=700)
+    assert texts == own_texts(2, prompt=700)
+    assert sizes[0] == 1, "the first prompt takes all the room there is"
 
 
 def test_the_same_seeds_give_the_same_run() -> None:
     faults = Faults(jitter_s=0.05, duplicated=0.2, reordered=0.2)
-    assert decode(3, faults=faults)[2] == decode(3, faults=faults)[2]
+    assert decoded(3, faults=faults)[2] == decoded(3, faults=faults)[2]
 
 
 def test_credit_shrinks_with_the_crowd_down_to_a_step_of_drafts() -> None:

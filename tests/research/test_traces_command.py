@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import link_of, run_command, written
 from scripted_drafters import ScriptedDrafter
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
-from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.record import save
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
-from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import NgramDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.types import Goal, Sampling
-from research.commands import main
 from research.simulator.clock import Costs
 from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.recordings import (
@@ -32,16 +29,14 @@ from research.traces.recordings import (
     TargetCosts,
     costs_path,
     load_recording,
-    save_traces,
 )
 from research.traces.sweep import Sweep
-from research.traces.trace_recording import DrafterProbe, HitRecorder, Recorder
+from research.traces.trace_recording import DrafterProbe, Recorder, hits_of
 from research.traces.traced import Policy, synchronous, tokens_per_second
 from research.traces.traced import replay as replay_texts
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
-PROMPTS = (("p", (3, 9)), ("q", (4, 5, 6)))
 SHEET = CostSheet(
     TargetCosts(0.010, 0.001, 0.0005), {"good": DrafterCosts(0.001, 0.0001), "bad": DrafterCosts(0.002, 0.0)}
 )
@@ -99,26 +94,6 @@ def recording_of(texts: int = 2, tokens: int = 40) -> Recording:
     )
 
 
-def written(recording: Recording, folder: Path) -> Path:
-    path = folder / "t.jsonl"
-    save_traces([trace for own in recording.traces.values() for trace in own], path)
-    save(recording.costs, costs_path(path, "output"))
-    return path
-
-
-def link_of(rtt_ms: float) -> BenchLink:
-    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
-
-
-def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        status = main(["traces", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capfd.readouterr()
-    return status, out, err
-
-
 # --- recording ---
 
 
@@ -130,13 +105,11 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
     traces, sheet = Recorder(target, drafters, sampling).record(prompts)
     tokens = [(3, 9, 4, 3, 9, 4, i + 2) for i in range(3)]
     requests = [TextRequest(ids, sampling, p.id, p.domain) for p, ids in zip(prompts, tokens, strict=True)]
-    texts = TextWriter(target).write(requests)
+    texts = {text.request: text.tokens for text in TextWriter(target).write(requests)}
     expected = [
         trace
-        for text in texts
-        for trace in HitRecorder(drafters, [text.request]).record(
-            text.request, text.tokens, ended=text.transcript[-1] in target.eos_tokens
-        )
+        for request in requests
+        for trace in hits_of(drafters, request, texts[request], ended=texts[request][-1] in target.eos_tokens)
     ]
     assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
     assert set(sheet.drafters) == {"seven", "mine"}
@@ -193,11 +166,11 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
     at_once: list[int] = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: at_once.append(len(batch)) or forward(batch))
-    many = {each.request: each for each in TextWriter(target).stream(requests)}
+    many = {each.request: each for each in TextWriter(target).write(requests)}
     assert max(at_once) == 5
     at_once.clear()
     monkeypatch.setattr("research.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
-    few = {each.request: each for each in TextWriter(target).stream(requests)}
+    few = {each.request: each for each in TextWriter(target).write(requests)}
     assert max(at_once) == 2
     for request in requests:
         assert few[request].transcript == many[request].transcript
@@ -205,7 +178,7 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
         assert many[request].logits.argmax(dim=-1).tolist() == list(many[request].tokens)
 
 
-def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
+def test_every_drafter_is_closed_and_says_how_well_it_fits_the_prompt() -> None:
     opened: list[str] = []
     closed: list[str] = []
 
@@ -216,19 +189,12 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
             state.close = lambda: closed.append(self.name)
             return state
 
-    requests = [TextRequest(tokens, replace(GREEDY, seed=s), p, p) for p, tokens in PROMPTS for s in (1, 2)]
     drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
-    recorder = HitRecorder(drafters, requests)
-    for request in requests:
-        _, trace = recorder.record(request, (5, 6))
-        log_q = math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2
+    for prompt, log_q in (((3, 9), math.log(0.1)), ((4, 5, 6), math.log(0.9 * 0.1) / 2)):
+        _, trace = hits_of(drafters, TextRequest(prompt, GREEDY), (5, 6))
         assert trace.prompt_log_q == pytest.approx(log_q, abs=1e-4)
         assert (trace.drafter, trace.hits, trace.silent) == ("b", (True, False), ())
     assert opened == closed == ["a", "b"] * 2
-    left = HitRecorder(drafters, requests)
-    left.record(requests[0], (5,))
-    left.close()
-    assert opened == closed
 
 
 def test_costs_are_of_this_target_and_these_drafters(target) -> None:
@@ -278,7 +244,7 @@ def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
     probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
 
     for length in (30, 50):
-        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9)), 9))
+        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9))))
     costs = probe.costs()
     assert costs.drafting_s == pytest.approx(0.002)
     assert costs.catch_up_s == pytest.approx(0.0005)

@@ -6,20 +6,18 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded import link_of, run_command, written
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
-from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.record import from_json, save, to_json
+from outrider.bench.links import BenchLink
+from outrider.bench.record import from_json, to_json
 from outrider.deploy.arguments import read_text
-from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selectors import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, StaticSelector
-from research.commands import main
 from research.simulator.clock import Costs
 from research.traces.pool_replay import (
     DRAFTER,
@@ -40,8 +38,6 @@ from research.traces.recordings import (
     HitTrace,
     Recording,
     TargetCosts,
-    costs_path,
-    save_traces,
     texts_of,
 )
 from research.traces.traced import Policy, replay, synchronous
@@ -66,10 +62,6 @@ def recording_of(prompts: int = 3, seeds: int = 2, tokens: int = 90) -> Recordin
     return Recording(traces, SHEET)
 
 
-def link_of(rtt_ms: float = 20) -> BenchLink:
-    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
-
-
 def rounds_of(costs: Costs, link: BenchLink) -> Stage:
     return Stage([costs] * len(DRAFTERS), link.shape_at, synchronous(DRAFTS))
 
@@ -85,22 +77,6 @@ def pool_of(recording: Recording, selectors: str = "static,metasd-bd,leader", se
 @pytest.fixture(scope="module")
 def rows() -> dict[str, PoolRow]:
     return {row.name: row for row in pool_of(recording_of()).rows()}
-
-
-def written(recording: Recording, folder: Path) -> Path:
-    path = folder / "t.jsonl"
-    save_traces([trace for own in recording.traces.values() for trace in own], path)
-    save(recording.costs, costs_path(path, "output"))
-    return path
-
-
-def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        status = main(["traces", "replay", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capfd.readouterr()
-    return status, out, err
 
 
 # --- texts of a run ---
@@ -199,16 +175,14 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
     shape_at = link_of(60).shape_at
     stage = Stage(costs, shape_at, Policy())
     outcomes = replay([text.traces[1] for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS)
-    for trajectory, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
-        assert trajectory.at_s.tolist() == list(outcome.arrivals)
-        assert set(trajectory.choices.tolist()) == {1}
+    assert stage.alone(texts, 1) == [replace(outcome, active=(1,) * 90) for outcome in outcomes]
     assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
-    mixed = stage.trajectories(texts, Hedge(FixedShare(arms=2), np.random.default_rng(0)))
-    assert {int(arm) for trajectory in mixed for arm in trajectory.choices} == {0, 1}
-    assert [len(trajectory.choices) for trajectory in mixed] == [90] * 6
+    mixed = stage.chosen(texts, Hedge(FixedShare(arms=2), np.random.default_rng(0)))
+    assert {arm for outcome in mixed for arm in outcome.active} == {0, 1}
+    assert [len(outcome.active) for outcome in mixed] == [90] * 6
     best = stage.best(texts)
     for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
-        assert one.seconds == min(trajectory.seconds for trajectory in alone)
+        assert one.seconds == min(outcome.seconds for outcome in alone)
 
 
 def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
@@ -241,7 +215,7 @@ def test_silence_reaches_the_selectors_as_misses() -> None:
     [text] = texts_of({"a": [trace], "b": [mute]})
     selector = Noting(0)
     stage = rounds_of(Costs(), link_of())
-    stage.trajectories([text, text], selector)
+    stage.chosen([text, text], selector)
     [_, end] = [i for i, outcome in enumerate(heard) if not outcome.committed]
     del heard[end + 1 :]  # the second text adds nothing new
     mine, other = ([hit for outcome in heard for hit in outcome.hits[arm]] for arm in range(2))
@@ -259,7 +233,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
     names = "static,hedge,metasd-bd"
     what = ["--drafter", "coder,writer", "--selector", names, "--seeds", "2", "--window", "sync4"]
     arguments = [str(path), "--rtt", "5,60", *what, "--min-step", "30"]
-    status, out, err = run_command([*arguments, *outputs], capfd)
+    status, out, err = run_command(["replay", *arguments, *outputs], capfd)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     for words in ("2 runs, window sync4", "at least 30 ms", "5 ms 20/100 Mbit/s", "coder", "metasd-bd"):
@@ -291,14 +265,14 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     path = written(recording_of(1, 1, 40), tmp_path)
     arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--seeds", "1"]
-    status, out, err = run_command([str(path), *arguments, "--window", "8,4"], capfd)
+    status, out, err = run_command(["replay", str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
     assert "1 runs, window 8" in out
     lines = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line]
     oracle = lines[1]  # over the best drafter
     assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
     assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
-    status, _, err = run_command([str(path), *arguments, "--window", "wide"], capfd)
+    status, _, err = run_command(["replay", str(path), *arguments, "--window", "wide"], capfd)
     assert (status, "'wide' is none of" in err) == (1, True)
 
 
@@ -306,7 +280,7 @@ def test_one_text_of_one_prompt_has_no_intervals(tmp_path, capfd) -> None:
     recording = recording_of(1, 1)
     path = written(Recording({n: own[:1] for n, own in recording.traces.items()}, SHEET), tmp_path)
     arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1"]
-    status, out, err = run_command([str(path), *arguments], capfd)
+    status, out, err = run_command(["replay", str(path), *arguments], capfd)
     assert status == 0, err
     line = next(line for line in out.splitlines() if line.startswith("leader"))
     assert "*" in line
@@ -325,7 +299,7 @@ def test_one_text_of_one_prompt_has_no_intervals(tmp_path, capfd) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, capfd) -> None:
-    got, out, err = run_command([str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
+    got, out, err = run_command(["replay", str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
     assert got == status
     assert message in err
     assert len(err.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A verifier's own drafter on a virtual clock: threads that do the jobs of all sessions, in their order."""
+"""A verifier's own drafter in the simulator: threads that do the jobs of all sessions, in their order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.cloud.serving.batching import Batching, Share
-from outrider.cloud.serving.local_source import NoSource, Post
+from outrider.cloud.serving.local_source import Post
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.session import Drafted, DrafterFailed, DraftJob
 from outrider.proto.session.both_ends import DraftingHere, LocalJob
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
-from research.simulator.clock import VirtualClock
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.simulated_verifier import SimulatedSource
+from research.traces.recordings import HitTrace
+from research.traces.traced import DrafterArm, Policy, TracedText
 
 # Proposes tokens for a job of one session, and says how many seconds that takes.
 Propose = Callable[[DraftJob], tuple[Drafted | DrafterFailed, float]]
@@ -33,12 +36,8 @@ class _Work:
     seconds: float = 0.0
 
 
-class LocalThreads(NoSource):
-    """The threads of a verifier that draft, as a source of its engine.
-
-    Attributes:
-        busy_s: drafting of all threads so far, in seconds.
-    """
+class LocalThreads(SimulatedSource):
+    """The threads of a verifier that draft, as a source of its engine; they have been busy for `busy_s` so far."""
 
     def __init__(
         self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], Propose], threads: int = 1
@@ -52,7 +51,7 @@ class LocalThreads(NoSource):
         self._waiting: deque[_Work] = deque()
         self._running: list[_Work] = []
 
-    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
+    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
         self._sessions, self._batching, self._post = sessions, batching, post
         sessions.here = self._here
 
@@ -128,3 +127,21 @@ def _take(session: VerifierSession, result: Drafted | DrafterFailed, waited_s: f
 def _goes_on(work: _Work) -> bool:
     ends = work.session.ends
     return ends is not None and work.session.finish is None and ends.goes_on(work.job)
+
+
+def drafting_beside(drafting_s: float | None = None) -> Callable[[VirtualClock, HitTrace, Costs], LocalThreads]:
+    """Give the verifier the first drafter too; a token takes `drafting_s` there, None: as long as at the edge."""
+    here = DraftingHere("here")  # of all texts
+
+    def threads(clock: VirtualClock, trace: HitTrace, costs: Costs) -> LocalThreads:
+        scale = 1.0 if drafting_s is None else drafting_s / costs.drafting_s
+        slower = replace(costs, drafting_s=costs.drafting_s * scale, catch_up_s=costs.catch_up_s * scale)
+        text = TracedText((DrafterArm(trace, slower),))
+        return LocalThreads(clock, here, lambda _: text.draft)
+
+    return threads
+
+
+def colocated(length: int) -> Policy:
+    """Draft beside the target: so many drafts before every step, none during one, and none at the edge."""
+    return Policy(drafting=False, drafts_here=length)

@@ -21,8 +21,7 @@ class Faults:
     """Faults of a link; times in seconds, chances from 0 to 1.
 
     Attributes:
-        delay_s: delay of every frame.
-        jitter_s: largest delay beside that.
+        jitter_s: largest delay beside that of every frame.
         duplicated: chance that `Commit`, `Opened`, `Draft` or `Branches` comes twice.
         reordered: chance that drafts or branches come after frames that were sent later.
         breaks_every_s: mean time between breaks; 0: none.

@@ -39,7 +39,7 @@ class OracleTarget:
         return tuple(self.oracle(before + block[:j]) for j in range(len(block) + 1))
 
     def reward(self, start: int, drafts: int) -> None:
-        """Return None: the reward is not known."""
+        """Not known."""
 
 
 def drafter_of(
@@ -55,13 +55,10 @@ def drafter_of(
     """Return a drafter that proposes the oracle's tokens, or others.
 
     Args:
-        oracle: oracle of the target.
-        seed: seed of everything random.
         right: chance of the oracle's token.
         silent: chance of fewer tokens than asked for.
         dies_after: number of calls before it raises `Internal`.
         confidence: `none`, `telling` (high where it is right) or `false` (low there).
-        vocab: size of the vocabulary.
         runners_up: tokens named beside each proposal; the first is the oracle's in place of most that are wrong.
     """
     rng, calls = random.Random(seed), itertools.count()
@@ -90,11 +87,7 @@ def drafter_of(
 
 
 class ScriptedDrafters:
-    """Drafters that keep a prefix each. A token takes half to twice `drafting_s`.
-
-    Attributes:
-        prefixes: the prefix of each after its last job.
-    """
+    """Drafters that keep a prefix each. A token takes half to twice `drafting_s`."""
 
     def __init__(self, proposers: Sequence[Proposer], drafting_s: float, rng: random.Random) -> None:
         self.prefixes: list[tuple[int, ...]] = [()] * len(proposers)
