@@ -18,6 +18,8 @@ from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import DTYPES, VerifierConfig
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.packages import find_package
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import NotFound
 from outrider.proto.types import Goal, Patience
@@ -47,6 +49,7 @@ def folder(prompt, tmp_path_factory) -> Path:
     """Return the folder of a benchmark's output: `record.json` and `speed.png`."""
     path = tmp_path_factory.mktemp("bench")
     modes = ("--sync-length", "2,4", "--colocated-length", "4", "--rtt", "0,20", "--prompts", prompt)
+    modes += ("--drafter", "general,ngram")
     written = ("--json", str(path / "record.json"), "--plot", str(path / "speed.png"))
     assert main(["bench", *SMALL, *modes, *written]) == 0
     return path
@@ -65,8 +68,10 @@ def test_every_mode_is_measured_with_every_length_on_every_link(benchmark) -> No
     assert (benchmark.min_step_ms, benchmark.sessions, benchmark.temperature) == (5.0, 1, 0.0)
 
 
-def test_the_record_says_which_type_was_chosen(benchmark) -> None:
+def test_the_record_says_which_type_was_chosen_and_which_drafters_drafted(benchmark) -> None:
     assert benchmark.environment.dtype in DTYPES
+    versions = (find_package("general").version, NgramDrafter.version)
+    assert benchmark.environment.drafter_version == ", ".join(versions)
 
 
 def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:

@@ -259,8 +259,7 @@ class Bench:
             client = await self._client(stack, self._verifier.address, "cloud")
             texts = await self._together(client, self._prompts, len(self._prompts))
             drafting = await self._client(stack, self._verifier.address, "edge")
-        drafter = drafting.drafter
-        version = drafter.version if drafter else None
+            version = ", ".join(each.version for each in await drafting.versions()) or None
         return Known({text.prompt.id: text.tokens for text in texts}, drafting.drafter_name, version)
 
     async def _over(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
