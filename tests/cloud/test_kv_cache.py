@@ -119,13 +119,25 @@ class PoolMachine(RuleBasedStateMachine):
         self.sessions: list[SessionCache] = []
         self.texts: dict[SessionCache, list[int]] = {}
         self.left: dict[str, set[tuple[int, ...]]] = {"": set(), "b": set()}  # texts that may be found
+        self.kept: dict[str, set[tuple[int, ...]]] = {"": set(), "b": set()}  # those that must be, in a big pool
+        self.shown: dict[SessionCache, int] = {}  # positions of a session that others may have found on its pages
 
     def any(self, data: st.DataObject) -> SessionCache:
         return data.draw(st.sampled_from(self.sessions))
 
     def leave(self, cache: SessionCache, length: int) -> None:
         if cache.trusted:
-            self.left[cache.isolation].add(tuple(self.texts[cache][:length]))
+            for texts in (self.left, self.kept):
+                texts[cache.isolation].add(tuple(self.texts[cache][:length]))
+
+    def overwrite(self, cache: SessionCache) -> None:
+        """Expect no more of what a session writes over, since its last page need not have been copied before."""
+        if cache.length < self.shown[cache]:
+            before = tuple(self.texts[cache][: cache.length // PAGE * PAGE])
+            kept = self.kept[cache.isolation]
+            gone = {text for text in kept if len(text) > len(before) and text[: len(before)] == before}
+            self.kept[cache.isolation] = kept - gone | {before}
+            self.shown[cache] = len(before)
 
     @rule(tokens=TOKENS, isolation=st.sampled_from(("", "", "b")), data=st.data())
     def open(self, tokens: list[int], isolation: str, data: st.DataObject) -> None:
@@ -133,18 +145,21 @@ class PoolMachine(RuleBasedStateMachine):
         text = [*(data.draw(st.sampled_from(texts)) if texts and data.draw(st.booleans()) else ()), *tokens]
         free = self.pool.free_pages
         cache = self.pool.open(text, isolation)
-        agreeing = max((common(text, each) for each in texts), default=0)
+        agreeing, kept = (
+            max((common(text, each) for each in found[isolation]), default=0) for found in (self.left, self.kept)
+        )
         assert cache.length <= agreeing, "of another isolation, or of nobody"
         if self.pages == BIG and free:
-            assert cache.length == agreeing, "it is there"
+            assert cache.length >= kept, "it is there"
         self.sessions.append(cache)
-        self.texts[cache] = text[: cache.length]
+        self.texts[cache], self.shown[cache] = text[: cache.length], cache.length
 
     @precondition(lambda self: self.sessions)
     @rule(tokens=TOKENS, ahead=st.integers(0, 9), drafts=st.integers(0, 3), data=st.data())
     def extend(self, tokens: list[int], ahead: int, drafts: int, data: st.DataObject) -> None:
         cache = self.any(data)
         needed = cache.length + len(tokens)
+        self.overwrite(cache)
         try:
             if needed > cache.capacity:
                 self.pool.resize(cache, needed + ahead)
@@ -156,6 +171,7 @@ class PoolMachine(RuleBasedStateMachine):
             good = max(0, cache.length - drafts)
             self.pool.register(cache, good)
             self.leave(cache, good // PAGE * PAGE)
+            self.shown[cache] = max(self.shown[cache], good // PAGE * PAGE)
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
