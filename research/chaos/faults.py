@@ -149,7 +149,7 @@ class Injector:
         return True
 
     def fault_crowd(self, edge: Edge) -> bool:
-        """Let others take every place."""
+        """Let others take every slot."""
         process = self._verifier(edge).process
         return self._set(process.engine.sessions, "max_sessions", 0, process.max_sessions, 8.0) and process.alive
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import PreTrainedModel
 
-from outrider.cloud.models.family_index import find_target, load_causal_lm, load_tokenizer
+from outrider.cloud.models.family_index import eos_tokens, find_target, load_causal_lm, load_tokenizer
 from outrider.cloud.training.teacher import BEST, BestTokens, TeacherFolder, TeacherRows, target_mark
 
 PART = 256  # rows of a prefill
@@ -35,7 +35,7 @@ LOOK = 16  # steps between two looks at that share
 
 @dataclass
 class Said:
-    """What a round wrote.
+    """Tokens of one round, with the best ones at each.
 
     Attributes:
         tokens: int64 [steps, rows].
@@ -80,10 +80,7 @@ class QuickLlama:
         self.device = device
         self.turns = self._turns(model, config.head_dim)
         shape = (len(self.layers), rows, self.kv, room, self.dim)
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=kind, device=device),
-            torch.zeros(shape, dtype=kind, device=device),
-        )
+        self.keys, self.values = (torch.zeros(shape, dtype=kind, device=device) for _ in range(2))
         self.bias = torch.zeros((rows, 1, 1, room), dtype=kind, device=device)
         self.newest = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -99,8 +96,8 @@ class QuickLlama:
 
     def _turns(self, model: Any, dim: int) -> torch.Tensor:
         """Return cosines and sines of all positions, [2, room, dim]."""
-        places = torch.arange(self.room, device=self.device)[None]
-        cosines, sines = model.model.rotary_emb(torch.zeros(1, 1, dim, device=self.device), places)
+        positions = torch.arange(self.room, device=self.device)[None]
+        cosines, sines = model.model.rotary_emb(torch.zeros(1, 1, dim, device=self.device), positions)
         return torch.stack([cosines[0], sines[0]]).to(self.embedding.dtype)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -257,6 +254,9 @@ class Prompts:
                     openings.append(encoded(text)[: self._choose.randint(*PREFIXES)])
         self._openings = sorted((each for each in openings if 0 < len(each) <= longest), key=len)
 
+    def __len__(self) -> int:
+        return len(self._openings)
+
     def rounds(self, rows: int) -> Iterator[list[torch.Tensor]]:
         """Yield `rows` prompts of like length after another, without end."""
         while True:
@@ -266,12 +266,13 @@ class Prompts:
 
 def write(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
     """Write rows for so many seconds, and print how many."""
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = sorted(eos_tokens(model.generation_config, model.config))
     tokenizer = load_tokenizer(find_target(arguments.target))
     prompts = Prompts(tokenizer, arguments.prompts, arguments.longest, arguments.seed)
     header, footer = prompts.header, prompts.footer
     rows, room = arguments.rows, arguments.longest + arguments.most
+    if len(prompts) < rows:
+        raise SystemExit(f"{len(prompts)} prompts are too few for --rows {rows}; give more, or fewer rows")
     steps = max(arguments.most, arguments.question)
     quick = QuickLlama(model, rows=rows, room=room, steps=steps, ends=ends)
     folder = TeacherFolder(arguments.output)
@@ -279,13 +280,16 @@ def write(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     given = prompts.rounds(rows)
     began, kept, number = time.monotonic(), 0, 0
-    saving: threading.Thread | None = None
-    while time.monotonic() - began < arguments.seconds:
+    saver, saving = ThreadPoolExecutor(1), Future[None]()
+    saving.set_result(None)
+    while time.monotonic() - began < arguments.seconds and number < arguments.rounds:
         if number % 2:
             asked = quick.say([header] * rows, torch.zeros(rows, dtype=torch.bool), arguments.question)
             whole = zip(asked.tokens.T.cpu(), asked.lengths.tolist(), asked.ended.tolist(), strict=True)
             questions = [
-                torch.cat([header, tokens[: length - 1].int(), footer]) for tokens, length, ended in whole if ended
+                torch.cat([header, tokens[: length - 1].int(), footer])
+                for tokens, length, ended in whole
+                if ended and length > 2
             ]
             openings = [*questions, *next(given)[: rows - len(questions)]]
         else:
@@ -298,16 +302,13 @@ def write(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
         best = BestTokens(said.best.transpose(0, 1)[counted].cpu(), said.logprobs.transpose(0, 1)[counted].cpu())
         texts = [torch.cat([opening.int(), answer]) for opening, answer in zip(openings, answers, strict=True)]
         written = TeacherRows.of(texts, [*map(len, openings)], greedy)
-        if saving is not None:
-            saving.join()
-        saving = threading.Thread(target=folder.add, args=(number, written, best))
-        saving.start()
+        saving.result()
+        saving = saver.submit(folder.add, number, written, best)
         kept, number = kept + len(best), number + 1
         seconds = time.monotonic() - began
         facts = {"round": number, "tokens": kept, "seconds": round(seconds, 1), "rate": round(kept / seconds)}
         print(json.dumps(facts | {"steps": len(said.tokens), "opening": max(map(len, openings))}), flush=True)
-    if saving is not None:
-        saving.join()
+    saving.result()
 
 
 def main() -> None:
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--longest", type=int, default=448, help="tokens of a prompt; longer ones are left out")
     parser.add_argument("--most", type=int, default=256)
