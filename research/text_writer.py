@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from outrider.cloud.target.backend import Handle, StepRow
-from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.steering_vectors import fold, tapped_layers
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Open, Sampling

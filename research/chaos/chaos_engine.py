@@ -12,8 +12,8 @@ import numpy as np
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.local_source import LocalSource, NoSource
 from outrider.cloud.serving.own_drafter import DraftTask, OwnDrafter, next_task
-from outrider.cloud.serving.runner import StepResult
 from outrider.cloud.serving.slots import Slot
+from outrider.cloud.serving.steps import StepResult
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import Internal

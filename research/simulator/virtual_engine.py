@@ -9,7 +9,7 @@ from functools import cache, partial
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.runner import StepResult
+from outrider.cloud.serving.steps import StepResult
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession

@@ -18,12 +18,13 @@ from outrider.bench.bench_settings import check_once
 from outrider.bench.environment import environment
 from outrider.bench.record import check_file, save
 from outrider.cloud.target.backend import dtype_name
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.target.target import SessionRows, Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts

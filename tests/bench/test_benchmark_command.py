@@ -14,7 +14,7 @@ from near_verifier import NearVerifier
 from outrider.bench.bench_results import Benchmark
 from outrider.bench.bench_verifier import VerifierProcess
 from outrider.bench.record import from_json
-from outrider.cloud.serving.runner import StepTiming
+from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import DTYPES, VerifierConfig
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main

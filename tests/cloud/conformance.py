@@ -21,8 +21,9 @@ import torch
 from conformance_oracle import VOCAB, Oracle
 
 from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampled
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import DraftToken, Sampling, token_ids
 

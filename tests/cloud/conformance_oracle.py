@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.testing import VOCAB, save_tiny_target
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling

@@ -35,8 +35,9 @@ from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.cloud.target.projection import FoldedProjection
-from outrider.cloud.target.sampler import Sampler, VerificationInput
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.target import ROUNDED, TILES, Target
+from outrider.cloud.target.verification import VerificationInput
 from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy.steering_rate import FixedSteering, SteeringRate

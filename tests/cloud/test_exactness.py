@@ -23,8 +23,9 @@ import pytest
 import torch
 from documented_law import documented_law
 
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampled, Sampler
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.noise import gumbel, row_key
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession

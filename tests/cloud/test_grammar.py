@@ -34,8 +34,9 @@ from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher, Grammars
 from outrider.cloud.grammar.grammar_compiler import GrammarTrial, TooCostly
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampler
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
 from outrider.proto.noise import gumbel

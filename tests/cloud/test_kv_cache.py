@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from table_target import TableBackend
 
 from outrider.cloud.target.backend import StepRow
-from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import Sampling
 

@@ -30,8 +30,9 @@ from outrider.cloud.learning.lessons import (
     LessonSink,
     Lost,
     Packed,
+    StepRows,
 )
-from outrider.cloud.learning.teaching import StepRows, read_steps, teaching
+from outrider.cloud.learning.teaching import read_steps, teaching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -401,7 +402,7 @@ def test_logits_that_nobody_reads_are_dropped_oldest_first_and_counted(engines, 
     monkeypatch.setattr(lessons, "MAX_QUEUED_BYTES", 10 * VOCAB * 4)
     counted, stuck = Counted(), Stuck()
     engine = engines(stuck, count=counting(counted))
-    collector = engine._lessons
+    collector = engine.lessons
     for key in range(3):
         ended(DraftingOutbox(engine, key, PROMPT))
         if key == 0:
@@ -464,7 +465,7 @@ def test_a_key_is_forgotten_here_and_at_the_sink_and_others_are_not(engines) -> 
     for key, teacher in enumerate(("alice", "bob", "alice")):
         ended(DraftingOutbox(engine, key, PROMPT), teacher=teacher)
     kept.wait_for(3)
-    assert engine._lessons.forget("alice").result(30) == 2 * SAMPLING.max_tokens
+    assert engine.lessons.forget("alice").result(30) == 2 * SAMPLING.max_tokens
     (record,) = kept.records
     assert record.key_salt == salted(b"secret", "key bob")
     ended(DraftingOutbox(engine, 7, PROMPT), teacher="alice")
@@ -489,7 +490,7 @@ def test_what_has_not_been_pushed_is_forgotten_too(engines, monkeypatch) -> None
     running = DraftingOutbox(engine, 7, PROMPT)  # what it has taught so far, too
     running.open(Sampling(max_tokens=900, ignore_eos=True), teacher="alice")
     until(lambda: len(running.commits) >= 5)
-    answer = engine._lessons.forget("alice")
+    answer = engine.lessons.forget("alice")
     time.sleep(0.1)
     assert not answer.done(), "a push is on its way, which may hold lessons of the key"
     engine.post_close(7)
@@ -502,11 +503,11 @@ def test_what_has_not_been_pushed_is_forgotten_too(engines, monkeypatch) -> None
 def test_a_sink_that_cannot_forget_says_so(engines) -> None:
     engine = engines(Dead())
     with pytest.raises(ConnectionError):
-        engine._lessons.forget("alice").result(30)
+        engine.lessons.forget("alice").result(30)
 
 
 def test_nothing_is_to_be_forgotten_where_nothing_is_kept(engines) -> None:
-    assert engines()._lessons.forget("alice").result(0) == 0
+    assert engines().lessons.forget("alice").result(0) == 0
 
 
 # === the way to a sink ===============================================================================================

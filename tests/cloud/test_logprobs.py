@@ -19,10 +19,10 @@ from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import ANYBODY, Owner
 from outrider.cloud.target import sampler as sampling_module
-from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampler, token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument

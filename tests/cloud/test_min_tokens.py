@@ -20,8 +20,9 @@ import torch
 from documented_law import documented_law
 from test_exactness import HASH, PROMPT, VOCAB, Texts, chi_square_p, logits_after, noise_reading, silent
 
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampler
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, DraftToken, FinishReason, Open, Sampling, token_ids

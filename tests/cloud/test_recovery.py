@@ -16,9 +16,10 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.recovery import MAX_IN_A_ROW
 from outrider.cloud.serving.slots import ANYBODY, Owner
 from outrider.cloud.target import distribution
-from outrider.cloud.target.distribution import VerificationInput, masked
+from outrider.cloud.target.distribution import masked
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, Unavailable

@@ -17,9 +17,10 @@ from emulated_vllm import EmulatedCore, emulated_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import SMALLEST_VOCAB
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.noise import gumbel
 from outrider.proto.types import BOUNDS, DraftToken, Sampling
 

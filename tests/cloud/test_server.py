@@ -679,7 +679,7 @@ def fail(batch):
 async def test_a_target_that_always_fails_makes_the_verifier_say_that_it_is_down(bench):
     assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
     stream = await bench.begin(waiting(bench))
-    bench.server._backend.target.forward = fail
+    bench.server._engine.backend.target.forward = fail
     await stream.send(Report(False))
     assert isinstance(await stream.error(), Unavailable)
     await bench.until(lambda: bench.failures == [bench.server])

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import Law, Shortlist
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import DraftToken, Sampling, token_ids
 

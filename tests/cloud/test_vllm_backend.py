@@ -16,7 +16,7 @@ from transformers import MambaConfig
 
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target.backend import StepRow
-from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.cloud.vllm import adapter

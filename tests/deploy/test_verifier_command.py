@@ -32,7 +32,7 @@ class Ignoring(Outbox):
 class FailingServer(verifier_server.VerifierServer):
     async def start(self) -> str:
         address = await super().start()
-        self._backend.target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
+        self._engine.backend.target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
         frame = Open(self.rules.model, self.tokenizer_sha256, (5, 6, 7), Sampling(), session="s", drafting=False)
         self._engine.post_open(0, frame, Ignoring())
         return address

@@ -48,7 +48,7 @@ def failing_actor() -> type:
 
     class FailingActor(VerifierActor):
         def break_target(self) -> None:
-            self._server._backend.target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
+            self._server._engine.backend.target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
 
     return FailingActor
 

@@ -25,7 +25,7 @@ def asked(folder) -> list[Question]:
 
 def break_target(server: VerifierServer, after_steps: int) -> None:
     """Let every step after the next `after_steps` fail, as after a device-side assertion of CUDA."""
-    target = server._backend.target
+    target = server._engine.backend.target
     right, left = target.forward, iter(range(after_steps))
 
     def forward(batch: Any) -> Any:

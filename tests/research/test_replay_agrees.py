@@ -13,7 +13,7 @@ import pytest
 
 from outrider.bench.bench_command import Measured, measure_text
 from outrider.bench.bench_verifier import VerifierProcess
-from outrider.cloud.serving.runner import StepTiming
+from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.built_in_prompts import held_out
 from outrider.deploy.link.link_process import LinkProcess

@@ -99,11 +99,11 @@ def break_steps(server: VerifierServer) -> None:
 
         worker.worker.model_runner._model_forward = broken
 
-    server._backend._core._executor.collective_rpc(break_target)  # type: ignore[attr-defined]
+    server._engine.backend._core._executor.collective_rpc(break_target)  # type: ignore[attr-defined]
 
 
 def kill_a_worker(server: VerifierServer) -> None:
-    workers = server._backend._core._executor.workers  # type: ignore[attr-defined]
+    workers = server._engine.backend._core._executor.workers  # type: ignore[attr-defined]
     os.kill(workers[1].proc.pid, signal.SIGKILL)
 
 

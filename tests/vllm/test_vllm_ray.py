@@ -53,7 +53,7 @@ def test_an_actor_serves_and_ray_starts_it_again_when_a_worker_is_killed() -> No
     assert asyncio.run(text_at(before["address"])) == expected == (expected[0], 0)
 
     def worker_pids(served: Any) -> list[int]:
-        return [worker.proc.pid for worker in served._server._backend._core._executor.workers]
+        return [worker.proc.pid for worker in served._server._engine.backend._core._executor.workers]
 
     workers = ray.get(actor.__ray_call__.remote(worker_pids))
     assert len(workers) == 2

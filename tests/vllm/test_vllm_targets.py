@@ -10,7 +10,7 @@ import torch
 
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target.backend import Backend, StepRow
-from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import ConfigError, ModelRefused
 from outrider.proto.testing import word_tokenizer

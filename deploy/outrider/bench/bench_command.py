@@ -22,7 +22,7 @@ from outrider.bench.bench_verifier import VerifierProcess
 from outrider.bench.environment import environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.record import check_file, save
-from outrider.cloud.serving.runner import StepTiming
+from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, held_out, read_prompts

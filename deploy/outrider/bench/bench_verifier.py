@@ -12,7 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.serving.runner import StepTiming
+from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.process.child import Child, answer_requests

@@ -164,7 +164,7 @@ class Play:
 
     def _let_steps_fail(self, served: VerifierServer) -> None:
         """Fail steps of several texts when their pass is over, as for a lack of memory."""
-        backend: Any = served._backend
+        backend: Any = served._engine.backend
         step, sample, rows_now = backend.step, backend._sampler.sample, [0]
 
         def stepping(rows: Sequence[Any]) -> Any:

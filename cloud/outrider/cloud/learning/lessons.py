@@ -16,17 +16,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from outrider.cloud.learning.inclusion import MAX_SHARE, Inclusion, LessonKind
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.teaching import StepRows, read_steps
 from outrider.proto.salts import key_salt, salted
 from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.cloud.learning.teaching import Teaching
 
 RECORD_TOKENS = 512  # of text, after which a record is made though the text goes on
 RECORD_ROWS = 2048
@@ -70,6 +73,24 @@ class LessonSink(Protocol):
     def forget(self, key_salt: bytes) -> Future[int]:
         """Drop all lessons of one API key, and answer how many positions these were."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class StepRows:
+    """Kept rows of one step, of all its texts.
+
+    Attributes:
+        logits: [r, vocab] float32 copies on the target's device, until they are read or dropped.
+        said: what they say; None: they are not read yet, or were dropped unread.
+    """
+
+    logits: torch.Tensor | None
+    said: Teaching | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the logits that wait."""
+        return self.logits.nbytes if self.logits is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +315,7 @@ class LessonCollector(NoLessons):
 
     def _copy(self, logits: torch.Tensor, rows: Sequence[int]) -> StepRows:
         """Put copies of these rows of a step into the queue."""
-        step = StepRows(logits[torch.tensor(rows, device=logits.device)])
+        step = StepRows(logits[list(rows)])
         self._put(step)
         return step
 
@@ -343,6 +364,8 @@ class LessonCollector(NoLessons):
             dropped, self._dropped_rows = self._dropped_rows, 0
             self._queued_bytes = 0
         self._count(Lost.QUEUE, dropped)
+        from outrider.cloud.learning.teaching import read_steps  # imports torch
+
         read_steps([item for item in taken if isinstance(item, StepRows)])
         for item in taken:
             if isinstance(item, _TextPart):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -81,25 +80,14 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     return top.values, indices.gather(1, top.indices)
 
 
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """Kept rows of one step, of all its texts.
-
-    Attributes:
-        logits: [r, vocab] float32 copies on the target's device, until they are read or dropped.
-        said: what they say; None: they are not read yet, or were dropped unread.
-    """
+class UnreadRows(Protocol):
+    """Rows of a step: their logits, until they are read, and then what they say."""
 
     logits: torch.Tensor | None
-    said: Teaching | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the logits that wait."""
-        return self.logits.nbytes if self.logits is not None else 0
+    said: Teaching | None
 
 
-def read_steps(steps: Sequence[StepRows]) -> None:
+def read_steps(steps: Sequence[UnreadRows]) -> None:
     """Read the rows of several steps with one call."""
     waiting = [(step, step.logits) for step in steps if step.logits is not None]
     if not waiting:

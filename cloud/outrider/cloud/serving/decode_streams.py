@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from outrider.cloud.grammar.grammar import Grammars
-from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.metering import meter_of
 from outrider.cloud.serving.sessions import opened_twice
@@ -57,7 +57,7 @@ class DecodeStreams:
         rules: VerifierRules,
         secret: bytes,
         incarnation: str,
-        engine: Engine,
+        engine: EngineCore,
         health: VerifierHealth,
     ) -> None:
         """Serve `engine`; `secret` signs leases (empty: none is asked for), which name this process by `incarnation`.

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.cloud.learning.lessons import NoLessons, StepLessons
@@ -21,17 +21,20 @@ from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.heartbeat import Heartbeat
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.recovery import Recovery, VerifierFailed
-from outrider.cloud.serving.runner import ModelRunner, Runner, StepResult, StepTiming
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import ANYBODY, Outbox, Owner, Slot
+from outrider.cloud.serving.steps import Runner, StepResult, StepTiming
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
-from outrider.cloud.target.backend import Backend
-from outrider.cloud.target.projection import Projection
+from outrider.cloud.target.backend import Backend, TargetFacts
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy import Smoothed
+from outrider.proto.release import release
 from outrider.proto.session.verifier import Verified, VerifierRules
 from outrider.proto.types import Branches, Cancel, Commit, Draft, EdgeFrame, Open
+
+if TYPE_CHECKING:
+    from outrider.cloud.target.projection import Projection
 
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
 IDLE_S = 0.5  # between turns of the thread in which nothing happens
@@ -95,12 +98,13 @@ class EngineCore:
         heart: notes of turns and steps, for whoever judges.
         timings: the newest steps' times; a reader may take them out.
         step_s: smoothed time of a decoding step.
+        lessons: what keeps those of its texts.
     """
 
     def __init__(
         self,
         backend: Backend,
-        runner: Runner,
+        runner: Runner | None,
         rules: VerifierRules,
         max_sessions: int,
         batching: Batching,
@@ -111,7 +115,7 @@ class EngineCore:
         lessons: NoLessons | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Decode on `backend`, whose steps `runner` runs, by the time of `clock`.
+        """Decode on `backend`, whose steps `runner` runs (None: an engine of another kind makes none), by `clock`.
 
         `ring` is called when an event comes, in the thread that it comes from, and `on_failure` once, when steps fail
         whatever they are for. Drafts beside the target come of `source`, and `lessons` keeps what its steps teach.
@@ -126,7 +130,7 @@ class EngineCore:
         self.sessions = Sessions(backend, rules, max_sessions, metrics.commit, metrics.begin_text)
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self.step_s = Smoothed()
-        self._lessons = lessons or NoLessons()
+        self.lessons = lessons or NoLessons()
         self._clock = clock
         self._accounted_until = clock()
         self._runner = runner
@@ -281,6 +285,8 @@ class EngineCore:
         self.heart.begin(batch.num_rows, reads=not batch.only_decodes)
 
     def _step(self, batch: Batch) -> None:
+        if self._runner is None:
+            raise NotImplementedError("an engine without a runner makes no steps")
         result = self._runner.run(batch.shares)
         self.heart.end()
         self._note_times(batch, result)
@@ -291,7 +297,7 @@ class EngineCore:
             StepLessons(slot.key, slot.session, verified, self._commit_or_end(slot, verified))
             for slot, verified in result.verified
         ]
-        self._lessons.take(result.logits, judged, result.verify_s)
+        self.lessons.take(result.logits, judged, result.verify_s)
 
     def _note_times(self, batch: Batch, result: StepResult) -> None:
         timing = StepTiming(
@@ -335,7 +341,7 @@ class EngineCore:
         if not admitted:
             return
         if owner.teaches and frame.learning is not None:
-            self._lessons.permit(key, owner.key)
+            self.lessons.permit(key, owner.key)
         self.metrics.counts.admitted += 1
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
 
@@ -349,13 +355,13 @@ class EngineCore:
         try:
             self.sessions.take(slot, frame, matcher, arrived, self._clock())
             if isinstance(frame, Cancel):
-                self._lessons.end(key)
+                self.lessons.end(key)
         except Exception as error:  # as above
             self._note_defect("a frame failed", error)
             self._recovery.end(slot, error)
 
     def _close(self, key: int) -> None:
-        self._lessons.close(key)
+        self.lessons.close(key)
         self.sessions.close(key)
 
 
@@ -376,6 +382,8 @@ class Engine(EngineCore):
 
         `on_failure` is called in the thread; the rest is as `EngineCore` has it.
         """
+        from outrider.cloud.serving.runner import ModelRunner  # imports torch
+
         self._model = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
         self._bell = threading.Event()
         super().__init__(
@@ -401,7 +409,7 @@ class Engine(EngineCore):
         self.inbox.post(self._stop)
         self._thread.join()
         self.source.stop()
-        self._lessons.stop()
+        self.lessons.stop()
 
     def set_pace(self, min_step_s: float) -> None:
         self._model.min_step_s = min_step_s
@@ -426,3 +434,25 @@ class Engine(EngineCore):
 def _masks_by(slots: Sequence[Slot]) -> float:
     """Return until when a step waits for the masks of grammars, seconds; 0: it waits for none."""
     return max((slot.masks_by for slot in slots if slot.busy), default=0.0)
+
+
+def rules_of(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
+    """Return what a verifier of these settings announces to its sessions."""
+    return VerifierRules(
+        name=config.name,
+        model=config.model_id,
+        tokenizer_sha256=target.tokenizer_sha256,
+        vocab_size=target.vocab_size,
+        context_length=target.context_length,
+        eos_tokens=target.eos_tokens,
+        max_drafts=config.max_drafts,
+        max_credit=config.max_credit,
+        patience=config.patience,
+        goal=config.goal,
+        guarantee=target.guarantee,
+        keep_s=config.keep_s,
+        release=release(),
+        precision=target.precision,
+        scores_prompts=target.scores_prompts,
+        trees=target.verifies_branches,
+    )

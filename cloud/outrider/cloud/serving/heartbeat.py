@@ -101,6 +101,11 @@ class Heartbeat:
             self.done.append((self.work, self._clock() - self._began))
         self.beat()
 
+    def note(self, rows: int, seconds: float) -> None:
+        """Note a step of one session that ran beside others."""
+        self.done.append((Work(rows, reads=False), seconds))
+        self.beats += 1
+
     def fail(self) -> None:
         """Note that a step has failed; smaller ones may be tried in its place, whose failures do not count."""
         self.done.append(None)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.own_drafter import (
     STUCK_S,
@@ -275,5 +273,7 @@ def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | N
 
 def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:
     """Return how many cores of this machine the target's threads leave."""
-    used = (config.threads or torch.get_num_threads()) if target.device.type == "cpu" else config.tensor_parallel
+    if target.device is None:
+        return available_cores()
+    used = config.torch_threads if target.device.type == "cpu" else config.tensor_parallel
     return max(0, available_cores() - used)

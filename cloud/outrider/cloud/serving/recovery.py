@@ -14,12 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from outrider.cloud.serving.batching import Batch, Batching, Share, cut
-from outrider.cloud.serving.runner import Runner
 from outrider.cloud.serving.sessions import Sessions, verifier_failed
 from outrider.cloud.serving.slots import Outbox, Owner, Slot
+from outrider.cloud.serving.steps import Runner
 from outrider.cloud.serving.verifier_metrics import VerifierCounts
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session.verifier import VerifierSession
@@ -28,7 +26,7 @@ from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
 MAX_IN_A_ROW = 3  # keys whose texts fail alone, or plans that fail for nobody alone, with no success between
 FEW_ROWS = 16  # of a session alone: if these fail, it is not for their number, unless memory is what lacks
 PROBE_TOKENS = 8
-_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_NO_MEMORY = ("OutOfMemoryError", "MemoryError")  # the first is torch's
 _NO_MEMORY_ON_CPU = "can't allocate memory"  # torch raises a plain RuntimeError
 
 log = logging.getLogger(__name__)
@@ -70,12 +68,14 @@ class Recovery:
         self,
         sessions: Sessions,
         batching: Batching,
-        runner: Runner,
+        runner: Runner | None,
         step: Callable[[Batch], None],
         masked: Callable[[Sequence[Share]], list[Share]],
         counts: VerifierCounts,
     ) -> None:
         """Judge for the engine of `sessions`, whose batches are made by `batching` and run by `runner`.
+
+        Without a runner there are no steps to make again, and no text of the verifier's own proves anything.
 
         `step` makes a step of the engine again, and `masked` returns the shares whose grammars, if any, have answered.
         """
@@ -173,10 +173,10 @@ class Recovery:
 
         It is as long as there are KV pages for. What goes wrong is raised, whatever it is.
         """
-        backend, rules, now = self._sessions.backend, self._sessions.rules, 0.0
+        runner, backend, rules, now = self._runner, self._sessions.backend, self._sessions.rules, 0.0
         capacity = backend.capacity
         room = min(capacity.free_pages * capacity.page_size, rules.context_length)
-        if room < 2:
+        if room < 2 or runner is None:
             return
         length = min(PROBE_TOKENS, room - 1)
         prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
@@ -188,7 +188,7 @@ class Recovery:
         try:
             backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
             while session.finish is None:
-                for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
+                for _, verified in runner.run(self._batching.plan([slot], math.inf).shares).verified:
                     session.on_verified(verified, now)
                 slot.forget_drafts(backend)
         finally:
@@ -241,7 +241,7 @@ class Recovery:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    return isinstance(error, _NO_MEMORY) or _NO_MEMORY_ON_CPU in str(error)
+    return type(error).__name__ in _NO_MEMORY or _NO_MEMORY_ON_CPU in str(error)
 
 
 def _ending(error: Exception) -> OutriderError:

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import Lost
-from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.serving.sessions import Sessions
+from outrider.cloud.serving.steps import StepTiming
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics

@@ -11,21 +11,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
-import torch
 from grpc_health.v1 import health_pb2_grpc
 
-from outrider.cloud.learning.lessons import LessonCollector, LessonSink, NoLessons
-from outrider.cloud.serving.backends import load_backend
+from outrider.cloud.models.family_index import chat_template_json
 from outrider.cloud.serving.decode_streams import DecodeStreams
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
-from outrider.cloud.serving.local_source import local_source
-from outrider.cloud.serving.runner import StepTiming
-from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.target.steering_vectors import load_projections
+from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import REPORT_METHOD, SERVER_OPTIONS
@@ -38,12 +33,14 @@ from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.session.verifier import VerifierRules
+
+if TYPE_CHECKING:
+    from outrider.cloud.learning.lessons import LessonSink
+    from outrider.cloud.serving.probe_engine import ProbeEngine
 
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 # A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.
 MAX_STREAMS_OF_CONNECTION = 1024
-LEARN_POSITIONS_S = 500.0  # most positions that are kept a second for the trainer; misses come first
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +54,9 @@ class VerifierServer:
         lease_secret: bytes = b"",
         on_failure: Callable[[], None] = lambda: None,
         sink: LessonSink | None = None,
+        engine: Engine | ProbeEngine | None = None,
     ) -> None:
-        """Load the target of `config` and check it.
+        """Serve `engine`, or else load the target of `config` and check it.
 
         `lease_secret` is shared with the coordinator; empty: no lease is asked for (loopback only). `on_failure` is
         called once, in the event loop, when steps fail whatever they are for, or from a thread beside it, where the
@@ -75,29 +73,17 @@ class VerifierServer:
             message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
             raise ConfigError(message, field="learn")
         self._host = config.host  # before weights are read
-        torch.set_num_threads(config.torch_threads)
         self._config = config
         self._secret = lease_secret
-        self._backend = load_backend(config)
-        target = self._backend.facts
-        source = local_source(config, target)
+        if engine is None:
+            from outrider.cloud.serving.backends import load_engine  # imports torch
+
+            engine = load_engine(config, self._engine_failed, sink, lease_secret)
+        self._engine = engine
+        target = engine.backend.facts
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
-        self.rules = _rules(config, target)
-        self._lessons = NoLessons()
-        if config.learn and sink is not None:
-            self._lessons = LessonCollector(
-                config.model_id,
-                sink,
-                LEARN_POSITIONS_S,
-                tokenizer_sha256=target.tokenizer_sha256,
-                secret=lease_secret,
-                count=lambda *counted: self._engine.metrics.lessons(*counted),
-            )
-        projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
-        self._engine = Engine(
-            self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
-        )
+        self.rules = engine.rules
         self._loop: asyncio.AbstractEventLoop | None = None
         self.incarnation = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
@@ -153,11 +139,18 @@ class VerifierServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
-        await asyncio.to_thread(self._backend.close)
+        await asyncio.to_thread(self._engine.backend.close)
         self._streams.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
         await asyncio.to_thread(self._streams.export_spans)
+
+    @property
+    def chat_template_json(self) -> str:
+        """The target's chat template, as `models.family_index.chat_template_json` writes it; empty: it has none."""
+        if isinstance(self._engine, Engine):
+            return chat_template_json(self._config.target)
+        return self._engine.chat_template_json
 
     @property
     def metrics_address(self) -> str:
@@ -175,7 +168,7 @@ class VerifierServer:
 
     def forget_lessons(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
-        return self._lessons.forget(api_key)
+        return self._engine.lessons.forget(api_key)
 
     def status(self) -> VerifierStatus:
         counts = self._engine.metrics.counts
@@ -186,13 +179,14 @@ class VerifierServer:
             state=self._health.state(self._engine.sessions),
             sessions=self._engine.sessions.num_running,
             step_s=self._engine.step_s.value,
-            kv_pages_free=self._backend.capacity.free_pages,
+            kv_pages_free=self._engine.backend.capacity.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
-            kv_pages=self._backend.capacity.pages,
+            kv_pages=self._engine.backend.capacity.pages,
             guarantee=self.rules.guarantee.name.lower(),
             precision=self.rules.precision,
             context_length=self.rules.context_length,
+            server="" if isinstance(self._engine, Engine) else self._engine.server.facts.words,
             drafter_here=self._engine.metrics.drafter_here,
             committed_tokens=counts.committed_tokens,
             drafted_here=counts.drafted_here,
@@ -258,24 +252,3 @@ def _to_send_away(data: bytes) -> frozenset[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidArgument("must be a list of texts", field="report_request.send_away")
     return frozenset(texts)
-
-
-def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
-    return VerifierRules(
-        name=config.name,
-        model=config.model_id,
-        tokenizer_sha256=target.tokenizer_sha256,
-        vocab_size=target.vocab_size,
-        context_length=target.context_length,
-        eos_tokens=target.eos_tokens,
-        max_drafts=config.max_drafts,
-        max_credit=config.max_credit,
-        patience=config.patience,
-        goal=config.goal,
-        guarantee=target.guarantee,
-        keep_s=config.keep_s,
-        release=release(),
-        precision=target.precision,
-        scores_prompts=target.scores_prompts,
-        trees=target.verifies_branches,
-    )

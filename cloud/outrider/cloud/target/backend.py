@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
-from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, TokenFacts, token_ids
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.cloud.target.sampler import Sampled
+    from outrider.cloud.target.verification import VerificationInput
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,7 +58,7 @@ class TargetFacts:
         tokenizer_json: text of its `tokenizer.json`, which edges name by its hash.
         context_length: most positions of a session.
         hidden_size: width of the residual stream.
-        device: device that holds the taps.
+        device: device that holds the taps; None: a server elsewhere computes.
         guarantee: what a text keeps whatever shares its steps.
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
         precision: what decides its rounding, as `precision_of` writes it.
@@ -69,7 +72,7 @@ class TargetFacts:
     eos_tokens: frozenset[int]
     hidden_size: int
     num_layers: int
-    device: torch.device
+    device: torch.device | None
     guarantee: Guarantee = Guarantee.DISTRIBUTION
     precision: str = ""
     scores_prompts: bool = False

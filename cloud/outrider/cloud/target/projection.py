@@ -111,7 +111,7 @@ class FoldedProjection:
     A step leaves no cache warm, so on a CPU a vector costs what its calls and the weights that it reads cost.
     """
 
-    def __init__(self, projection: Projection, device: torch.device) -> None:
+    def __init__(self, projection: Projection, device: torch.device | None) -> None:
         self.layers = projection.layers
         with torch.no_grad():
             self._weight = (projection.down.weight.double() @ projection.mix.weight.double()).float().to(device)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, are_numbers, processed_logits
+from outrider.cloud.target.distribution import adjusted_logits, are_numbers, processed_logits
 from outrider.cloud.target.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.noise import TorchNoise, row_key
 from outrider.proto.types import CommittedToken, Sampling, TokenFacts, TopLogprobs, token_ids
 

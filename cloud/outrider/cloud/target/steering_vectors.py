@@ -74,7 +74,7 @@ def tapped_layers(projections: Mapping[str, Projection]) -> list[int]:
     return sorted({layer for each in projections.values() for layer in each.layers})
 
 
-def fold(projections: Mapping[str, Projection], device: torch.device) -> dict[str, FoldedProjection]:
+def fold(projections: Mapping[str, Projection], device: torch.device | None) -> dict[str, FoldedProjection]:
     """Fold the projections, by id, for taps on `device`."""
     return {name: FoldedProjection(each, device) for name, each in projections.items()}
 

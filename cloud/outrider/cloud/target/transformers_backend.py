@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts, VerificationBranch
-from outrider.cloud.target.distribution import VerificationInput, are_numbers
+from outrider.cloud.target.distribution import are_numbers
 from outrider.cloud.target.kv_cache import BranchCache, PagedKVCache, SessionCache
 from outrider.cloud.target.sampler import Sampled, Sampler, token_facts
 from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.session.acceptance import num_agreeing
 from outrider.proto.types import TokenFacts, token_ids
 

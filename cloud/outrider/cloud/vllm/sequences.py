@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.cloud.target.backend import Capacity
-from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.vllm.adapter import Block, PoolStore
 from outrider.cloud.vllm.worker_messages import PassRow
 from outrider.proto.types import token_ids

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
-from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampled
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.vllm.adapter import VllmCore
 from outrider.cloud.vllm.sequences import BlockSequence, Paging
 from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, committed_tokens

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampled, Sampler
+from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.session.acceptance import num_agreeing
 from outrider.proto.types import token_ids
 

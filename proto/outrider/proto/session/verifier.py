@@ -349,7 +349,7 @@ class VerifierSession:
         expected at the end of a margin, and after that no more.
         """
         plan = self._planned(step_s, row_s)
-        acceptance = self._acceptance()
+        acceptance = self.acceptance
         here = len(self.drafts())
         tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
         wait_s = self.ready_since + plan.expected_s - now
@@ -385,12 +385,14 @@ class VerifierSession:
             self._plan = plan_for(view) if self.ends is None else self.ends.plan(view)
         return self._plan
 
-    def _acceptance(self) -> float:
+    @property
+    def acceptance(self) -> float:
+        """Chance that a draft after the transcript agrees, given that all before it do."""
         return self.received.acceptance.rate if self.ends is None else self.ends.acceptance
 
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
         return VerifierView(
-            acceptance=self._acceptance(),
+            acceptance=self.acceptance,
             step_s=step_s,
             row_s=row_s,
             drafting_s=self.report.drafting_s,
@@ -582,7 +584,7 @@ def _check_open(frame: Open, rules: VerifierRules) -> None:
         )
     if frame.prompt_logprobs is not None and not rules.scores_prompts:
         raise InvalidArgument(
-            "are not to be had here: the target runs on vLLM's engine; ask a verifier with --engine transformers",
+            "are not to be had of this verifier's engine; ask a verifier with --engine transformers",
             field="open.prompt_logprobs",
         )
     _check_room(frame, rules)
