@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.proto.address import http_url
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.cores import computing_cores
 from outrider.proto.plumbing.serving import GrpcServerSettings
@@ -22,6 +23,19 @@ EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 LEARNING = "learning"
 TARGET = "target"
 SERVING = "serving"
+PROBES = "probes"
+_OF_A_TARGET = (
+    "learn",
+    "steering",
+    "dtype",
+    "device",
+    "threads",
+    "kv_tokens",
+    "page_size",
+    "context_length",
+    "exact",
+    "min_step_s",
+)
 
 
 def parse_patience(text: str) -> Patience:
@@ -174,8 +188,9 @@ class VerifierConfig(GrpcServerSettings):
 
     engine: str = option(
         "transformers",
-        "what computes: ours on transformers' models, or stock vLLM (docs/vllm.md)",
-        choices=("transformers", "vllm"),
+        "what computes: ours on transformers' models, stock vLLM (docs/vllm.md), or a server that is there already, "
+        "which probes ask by HTTP (docs/servers.md)",
+        choices=("transformers", "vllm", PROBES),
         group=ENGINE,
     )
     tensor_parallel: int = option(1, "processes, and GPUs, that share every layer", group=ENGINE, check=at_least(1))
@@ -188,18 +203,44 @@ class VerifierConfig(GrpcServerSettings):
         0.0, "share of a device's memory for weights and KV cache; 0: the default", group=ENGINE, check=between(0, 1)
     )
 
+    target_url: str = option(
+        "", "address of the server, such as http://127.0.0.1:8000", metavar="URL", group=PROBES, parse=http_url
+    )
+    target_model: str = option("", "its name of the model; empty: the only one", metavar="NAME", group=PROBES)
+    target_tokenizer: Path | None = option(
+        None,
+        "folder of the model's tokenizer.json and configs; not set: where the server says its weights are",
+        flag="tokenizer",
+        metavar="DIR",
+        group=PROBES,
+    )
+    target_key_file: Path | None = option(
+        None, "file of the server's API key; not set: OUTRIDER_TARGET_KEY", group=PROBES
+    )
+    target_ca: Path | None = option(
+        None, "certificate of the server's authority; not set: the public ones", group=PROBES
+    )
+
     def check_together(self) -> None:
         """Refuse what the engine cannot do."""
         GrpcServerSettings.check_together(self)
+        probes = self.engine == PROBES
+        if probes and not self.target_url:
+            raise ConfigError("is missing: give the server's address, http://HOST:PORT", field="target_url")
+        for name, declaration in declared(VerifierConfig).items():
+            group = declaration.option.group
+            needed = {PROBES: PROBES, ENGINE: "vllm"}.get(group, self.engine)
+            if name == "engine" or getattr(self, name) == declaration.default:
+                continue
+            if needed != self.engine:
+                raise ConfigError(f"is for --engine {needed} alone", field=name)
+            if probes and name in _OF_A_TARGET:
+                raise ConfigError("cannot be had with --engine probes, whose server computes", field=name)
         if self.engine == "vllm":
             if self.exact == "tiles":
                 raise ConfigError("is a promise of --engine transformers alone", field="exact")
             if self.learn:
                 raise ConfigError("needs the target's logits, which --engine vllm keeps to itself", field="learn")
-            return
-        for name, declaration in declared(VerifierConfig).items():
-            if declaration.option.group == ENGINE and name != "engine" and getattr(self, name) != declaration.default:
-                raise ConfigError("is for --engine vllm alone", field=name)
 
     @property
     def host(self) -> str:
@@ -229,4 +270,4 @@ class VerifierConfig(GrpcServerSettings):
     @property
     def model_id(self) -> str:
         """Id that edges ask for."""
-        return self.model or self.target
+        return self.model or (self.target_model if self.engine == PROBES else self.target)

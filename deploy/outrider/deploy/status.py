@@ -333,7 +333,8 @@ def _sums(status: ClusterStatus) -> str:
     line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
-    return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
+    servers = [f"{v.name}: asks {v.server}" for v in status.verifiers if v.server]
+    return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers), *servers])
 
 
 def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 from outrider.proto.errors import ConfigError
 
@@ -24,6 +25,14 @@ def address_of_server(address: str, field: str, *, has_tls: bool) -> str:
             field=field,
         )
     return plain.removeprefix("https://")
+
+
+def http_url(text: str) -> str:
+    """Return the address of an HTTP server without the slash or /v1 at its end; raises `ValueError`."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        raise ValueError(f"{text!r} is not http://HOST:PORT")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:

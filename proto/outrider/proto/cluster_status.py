@@ -61,6 +61,7 @@ class VerifierStatus:
     accepted_here: int = 0
     drafting_here_s: float = 0.0
     context_length: int = 0
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)

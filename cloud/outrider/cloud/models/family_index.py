@@ -187,11 +187,15 @@ def chat_template_json(target: str) -> str:
         A JSON object with `chat_template` and the special tokens that a template may name (`bos_token`,
         `eos_token`, …), wherever the repository keeps its template.
     """
-    source = resolve_target(target)
+    return template_json_of(resolve_target(target))
+
+
+def template_json_of(source: str) -> str:
+    """Return what `chat_template_json` does, of a folder, which needs no weights, or a hub name."""
     try:
         config = _template_settings(source)
     except (OSError, ValueError, KeyError) as error:  # decoding needs tokenizer.json alone, which was read before
-        log.warning("%s is served without a chat template: %s", target, first_line(error))
+        log.warning("%s is served without a chat template: %s", source, first_line(error))
         return ""
     template = config.get("chat_template")
     if isinstance(template, list):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.cloud.models.family_index import chat_template_json
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.cores import limit_spinning
 from outrider.proto.plumbing.extras import lacking
@@ -98,7 +97,7 @@ class VerifierActor:
         return self._server.tokenizer_json
 
     def chat_template_json(self) -> str:
-        return chat_template_json(self._config.target)
+        return self._server.chat_template_json
 
     def forget_lessons(self, api_key: str) -> int:
         return self._server.forget_lessons(api_key).result(FORGOTTEN_WITHIN_S)
@@ -183,14 +182,15 @@ def _node_is_draining() -> bool:
 
 
 async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
-    from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
+    from outrider.cloud.serving.server_loading import load_probe_engine
+    from outrider.cloud.serving.verifier_server import VerifierServer
 
     sink = None
     if config.learn:
         from outrider.cloud.learning.trainer_actor import TrainerLink
 
         sink = TrainerLink(config.model_id)
-    server = VerifierServer(config, lease_secret, on_failure, sink)
+    server = VerifierServer(config, lease_secret, on_failure, sink, await load_probe_engine(config))
     await server.start()
     return server
 

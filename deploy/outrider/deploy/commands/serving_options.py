@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.verifier_config import AUTO, ENGINE, HERE, LEARNING, SERVING, TARGET, VerifierConfig
+from outrider.cloud.verifier_config import (
+    AUTO,
+    ENGINE,
+    HERE,
+    LEARNING,
+    PROBES,
+    SERVING,
+    TARGET,
+    VerifierConfig,
+)
 from outrider.coordinator.coordinator_config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.link.shape import LinkShape
@@ -127,7 +136,7 @@ VERIFIER = Command(
     "outrider.deploy.local.servers:verifier",
     (
         part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint"),
-        part(VerifierConfig, TARGET, SERVING, ENGINE, HERE, LEARNING),
+        part(VerifierConfig, TARGET, SERVING, ENGINE, PROBES, HERE, LEARNING),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(ActorSettings),
         part(SecretSettings),

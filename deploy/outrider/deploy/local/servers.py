@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.models.family_index import find_target
-from outrider.cloud.verifier_config import AUTO, VerifierConfig
+from outrider.cloud.verifier_config import AUTO, PROBES, VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.commands.serving_options import (
@@ -221,7 +221,8 @@ def verifier(given: Given) -> int:
 
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
-    find_target(config.target)
+    if config.engine != PROBES:
+        find_target(config.target)
     check_ports(config)
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -232,13 +233,14 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         loop.call_soon_threadsafe(failed.set)
         end.start()  # the loop itself may stand still
 
-    with waiting(f"loading the target {config.target}"):
-        from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
+    with waiting(f"asking {config.target_url}" if config.engine == PROBES else f"loading the target {config.target}"):
+        from outrider.cloud.serving.server_loading import load_probe_engine
+        from outrider.cloud.serving.verifier_server import VerifierServer
 
-        server = VerifierServer(config, secret, on_failure)
+        server = VerifierServer(config, secret, on_failure, engine=await load_probe_engine(config))
     address = await server.start()
     stop = set_when_asked_to_end()
-    print(f"verifier {config.name} of {config.model_id} on {address}", flush=True)
+    print(f"verifier {config.name} of {server.rules.model} on {address}", flush=True)
     _print_metrics(config.name, server.metrics_address)
     await _first_of(stop, failed)
     if not failed.is_set():

@@ -668,7 +668,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierStatus(_message.Message):
-    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision", "drafter_here", "committed_tokens", "drafted_here", "verified_here", "accepted_here", "drafting_here_s", "context_length")
+    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision", "drafter_here", "committed_tokens", "drafted_here", "verified_here", "accepted_here", "drafting_here_s", "context_length", "server")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +689,7 @@ class VerifierStatus(_message.Message):
     ACCEPTED_HERE_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_HERE_S_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     model: str
@@ -709,7 +710,8 @@ class VerifierStatus(_message.Message):
     accepted_here: int
     drafting_here_s: float
     context_length: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ..., drafter_here: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., drafted_here: _Optional[int] = ..., verified_here: _Optional[int] = ..., accepted_here: _Optional[int] = ..., drafting_here_s: _Optional[float] = ..., context_length: _Optional[int] = ...) -> None: ...
+    server: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ..., drafter_here: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., drafted_here: _Optional[int] = ..., verified_here: _Optional[int] = ..., accepted_here: _Optional[int] = ..., drafting_here_s: _Optional[float] = ..., context_length: _Optional[int] = ..., server: _Optional[str] = ...) -> None: ...
 
 class EdgeStatus(_message.Message):
     __slots__ = ("edge", "last", "age_s", "sessions")
