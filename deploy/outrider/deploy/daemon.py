@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge_options import LearnHereSettings
+from outrider.deploy.commands.edge_options import LearnHereSettings, ServerSettings
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.deploy.process.progress import say, waiting
 from outrider.deploy.process.termination import WATCH, has_terminal, on_signals
@@ -27,6 +27,21 @@ def edge(given: Given) -> int:
 
 
 async def _edge(given: Given) -> int:
+    asked, fields = given(ServerSettings), given.fields(EdgeConfig)
+    if not asked.server:
+        return await _serve(given, {})
+    if fields["coordinator"] or fields["verifier"]:
+        raise ConfigError("cannot be given with --coordinator or --verifier; give one", field="server")
+    from outrider.deploy.local.server_here import verifier_here
+
+    async with verifier_here(asked, fields["tokenizer"]) as (_, where):
+        if fields["chat_template"] is not None:
+            where["chat_template"] = fields["chat_template"]
+        return await _serve(given, where)
+
+
+async def _serve(given: Given, where: dict[str, Any]) -> int:
+    """Serve with drafts from here; `where` replaces settings of the edge."""
     try:
         from outrider.edge.daemon.http_server import Daemon
     except ModuleNotFoundError as error:
@@ -34,7 +49,7 @@ async def _edge(given: Given) -> int:
             raise
         raise ConfigError(lacking("edge", error.name)) from error
 
-    client = Client(given(EdgeConfig, api_key=api_key(given)))
+    client = Client(given(EdgeConfig, api_key=api_key(given), **where))
     learning = _learning(given, client)
     daemon = Daemon(given(DaemonConfig, tls=serving_tls(given)), client)
     stopping, hurried = asyncio.Event(), daemon.limiter.cut
@@ -55,7 +70,7 @@ async def _edge(given: Given) -> int:
     WATCH.leave_to_command()
     on_signals(stop, signal.SIGINT, signal.SIGTERM)
     print(f"edge daemon on {address}", flush=True)
-    waits = asyncio.create_task(_until_ready(daemon, client, address, given))
+    waits = asyncio.create_task(_until_ready(daemon, client, address))
     learns = asyncio.create_task(learning.run()) if learning is not None else None
     await stopping.wait()
     waits.cancel()
@@ -67,10 +82,10 @@ async def _edge(given: Given) -> int:
     return 0
 
 
-async def _until_ready(daemon: Daemon, client: Client, address: str, given: Given) -> None:
+async def _until_ready(daemon: Daemon, client: Client, address: str) -> None:
     """Say on standard error what is waited for, and what is served then."""
-    fields = given.fields(EdgeConfig)
-    where = f"coordinator at {fields['coordinator']}" if fields["coordinator"] else f"verifier at {fields['verifier']}"
+    config = client.config
+    where = f"coordinator at {config.coordinator}" if config.coordinator else f"verifier at {config.verifier}"
     with waiting(f"waiting for the {where}"):
         await daemon.cloud.found.wait()
     say(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.markup import escape
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge_options import DoctorSettings
+from outrider.deploy.commands.edge_options import DoctorSettings, ServerSettings
 from outrider.deploy.credentials import api_key
 from outrider.edge import EdgeConfig
-from outrider.edge.examination import Finding, Outcome, examine
+from outrider.edge.examination import Finding, Outcome, examine, failed_by, ok, warning
+from outrider.proto.errors import OutriderError
 from outrider.proto.release import release
 
 STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "bold red", Outcome.SKIPPED: "dim"}
@@ -24,9 +26,8 @@ CHECK_WIDTH = 20
 
 def doctor(given: Given) -> int:
     """Run `outrider doctor` and return 1 if a check failed."""
-    config = given(EdgeConfig, api_key=api_key(given))
     if given(DoctorSettings).json:
-        findings = asyncio.run(examine(config))
+        findings = asyncio.run(_examined(given))
         print(
             json.dumps(
                 {
@@ -37,10 +38,31 @@ def doctor(given: Given) -> int:
         )
     else:
         console = Console(highlight=False)
-        findings = asyncio.run(examine(config, lambda found: _show(console, found)))
+        findings = asyncio.run(_examined(given, lambda found: _show(console, found)))
         counts = Counter(found.outcome for found in findings)
         console.print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]))
     return int(any(found.outcome is Outcome.FAILED for found in findings))
+
+
+async def _examined(given: Given, report: Callable[[Finding], None] = lambda _: None) -> list[Finding]:
+    """Return what there is to say, and report each finding as it comes."""
+    asked = given(ServerSettings)
+    if not asked.server:
+        return await examine(given(EdgeConfig, api_key=api_key(given)), report)
+    from outrider.deploy.local.server_here import verifier_here
+
+    try:
+        async with verifier_here(asked, given.fields(EdgeConfig)["tokenizer"], wait=False) as (facts, where):
+            words = facts.words
+            lacks = f"start it with {' and '.join(flag.partition(':')[0] for flag in facts.lacking)}"
+            found = [warning(words, lacks, "server") if facts.lacking else ok(words, check="server")]
+            report(found[0])
+            return found + await examine(given(EdgeConfig, api_key=api_key(given), **where), report)
+    except OutriderError as error:
+        remedy = "start it, or mend that option; docs/servers.md has the flags of each server"
+        found = [replace(failed_by(error), remedy=remedy, check="server")]
+        report(found[0])
+        return found
 
 
 def _show(console: Console, found: Finding) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.deploy.arguments import Command, Part, part, read_text
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.edge_config import CONNECTION, DRAFTING, SHARING, EdgeConfig
+from outrider.proto.address import http_url
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.files import cache_folder
 from outrider.proto.plumbing.tls import ServerTls
@@ -94,6 +95,22 @@ class KeySettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(Settings):
+    """A server that is there already, in place of a coordinator or a verifier."""
+
+    server: str = option(
+        "",
+        "address of a vLLM, SGLang or llama-server that computes the target, such as http://127.0.0.1:8000, with the "
+        "verifier in this process (docs/servers.md)",
+        metavar="URL",
+        parse=http_url,
+    )
+    server_model: str = option("", "with --server: its name of the model; empty: the only one", metavar="NAME")
+    server_key_file: Path | None = option(None, "with --server: its API key; not set: OUTRIDER_TARGET_KEY")
+    server_ca: Path | None = option(None, "with --server: certificate of its authority; not set: the public ones")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnHereSettings(Settings):
     """Learning from an edge's own texts on its own machine."""
 
@@ -149,6 +166,7 @@ EDGE = Command(
     "outrider.deploy.daemon:edge",
     (
         edge_part(*WHERE, "chat_template"),
+        part(ServerSettings),
         part(DaemonConfig),
         edge_part(DRAFTING, "battery", SHARING),
         part(LearnHereSettings),
@@ -166,5 +184,12 @@ EDGE = Command(
 )
 DOCTOR = Command(
     "outrider.deploy.doctor:doctor",
-    (edge_part(*WHERE), part(DoctorSettings), edge_part(CONNECTION), part(KeySettings), edge_part("drafter")),
+    (
+        edge_part(*WHERE),
+        part(ServerSettings),
+        part(DoctorSettings),
+        edge_part(CONNECTION),
+        part(KeySettings),
+        edge_part("drafter"),
+    ),
 )
