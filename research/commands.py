@@ -15,6 +15,9 @@ RESEARCH = Program(
     "What measures Outrider, from a checkout; `python -m research` runs it.",
     {
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
+        "probes": Entry(
+            "time texts of a stock vLLM server over links: its stream, its speculation, and ours", f"{SETTINGS}:PROBES"
+        ),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"

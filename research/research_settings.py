@@ -11,9 +11,11 @@ from pathlib import Path
 from outrider.bench.bench_settings import LinkListSettings, listed
 from outrider.cloud.verifier_config import TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
+from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
 from outrider.proto.types import Goal
 
+PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -67,6 +69,36 @@ class RecordSettings(Settings):
     output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings(LinkListSettings):
+    """Texts of a stock vLLM server, and ways to them."""
+
+    repository: Path = option(REQUIRED, "git directory whose history has the edits", metavar="DIR")
+    revision: str = option("HEAD", "commit to look for edits from, backwards")
+    target_folder: Path = option(REQUIRED, "folder of SmolLM2-135M-Instruct, as transformers saves it", metavar="DIR")
+    draft_model: Path | None = option(None, "folder of a draft model for vLLM; not set: none", metavar="DIR")
+    vllm_python: Path = option(Path(".venv-vllm/bin/python"), "Python that has vLLM's build for CPUs")
+    ways: tuple[str, ...] = listed(
+        PROBE_WAYS,
+        "plain stream, vLLM's own n-grams or draft model, our verifier in the edge or beside vLLM, our own target",
+        choices=PROBE_WAYS,
+    )
+    ngram_drafts: int = option(8, "drafts that vLLM looks up", check=at_least(1))
+    drafter: str = option("smol", "drafter of our edges for model drafts")
+    prompts: Path | None = option(None, "file of prompts with nothing to draft; not set: built-in")
+    texts: int = option(16, "edits, and prompts with nothing to draft", check=at_least(1))
+    max_tokens: int = option(160, "tokens per text", check=at_least(1))
+    repeat: int = option(1, "runs of everything, of which a text counts by the median", check=at_least(1))
+    json: Path | None = option(None, "file to write the record to")
+
+    def check_together(self) -> None:
+        """Refuse ways with nothing to compare them with, and vLLM's draft model without one."""
+        if PROBE_WAYS[0] not in self.ways:
+            raise ConfigError(f"lacks {PROBE_WAYS[0]}, with which the others are compared", field="ways")
+        if "draft" in self.ways and self.draft_model is None:
+            raise ConfigError("is missing; give a folder, or leave draft out of --ways", field="draft_model")
+
+
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
 # Records are compared between machines, so that their type must not follow the processor.
 _TARGET = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults={"dtype": "float32"})
@@ -79,3 +111,4 @@ RECORD = Command(
     ),
 )
 LINES = Command("research.lines:show")
+PROBES = Command("research.probes.probe_bench:probes", (part(ProbeSettings),))
