@@ -24,7 +24,7 @@ DOCS = (
     "faults",
     "kubernetes",
 )
-DOCS += ("load", "models", "drafters", "real-pair", "vllm", "clients", "tools", "cli", "not-built")
+DOCS += ("load", "models", "drafters", "real-pair", "vllm", "servers", "clients", "tools", "cli", "not-built")
 MAX_README_LINES = 200
 RESEARCH = "python -m research"
 OLD = "experiments-1"
