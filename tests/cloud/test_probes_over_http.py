@@ -111,7 +111,7 @@ async def test_memory_that_nobody_has_written_would_make_another_text(monkeypatc
     async with ScoringDouble(vocab=VOCAB, max_logprobs=-1) as double, engine_of(double) as engine:
         before, wanted = await texts(engine, double, SETTINGS["T 1"], 2, error=0.0)
         assert before == wanted
-        monkeypatch.setattr(vllm_server, "_cached", lambda answer: 0)
+        monkeypatch.setattr(vllm_server, "cached_tokens", lambda answer: 0)
         again, _ = await texts(engine, double, SETTINGS["T 1"], 2, error=0.0)
         assert again != wanted
 

@@ -31,7 +31,9 @@ class ScriptedServer:
 
     tokenizer_json = "{}"
 
-    def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None) -> None:
+    def __init__(
+        self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None, engine: None
+    ) -> None:
         self.config = config
         self.lease_secret = lease_secret
         self.on_failure = on_failure

@@ -13,7 +13,7 @@ import pytest
 from loop_thread import LoopThread
 
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving import verifier_server
+from outrider.cloud.serving import backends
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.own_drafter import DraftThreads, OwnDrafter
 from outrider.cloud.serving.verifier_server import VerifierServer
@@ -73,9 +73,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     async def serve(own: Callable[[Any], OwnDrafter], **config: Any) -> AsyncIterator[tuple[str, VerifierServer]]:
         with monkeypatch.context() as patch:
             threads = config.pop("draft_threads", 1)
-            patch.setattr(
-                verifier_server, "local_source", lambda _, target: LocalSource(own(target), DraftThreads(threads))
-            )
+            patch.setattr(backends, "local_source", lambda _, target: LocalSource(own(target), DraftThreads(threads)))
             served = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
         try:
             yield await served.start(), served

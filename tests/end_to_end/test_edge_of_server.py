@@ -21,6 +21,7 @@ from scoring_double import ScoringDouble
 from tool_templates import QWEN
 
 from outrider.cloud.models.family_index import load_causal_lm, target_folder
+from outrider.cloud.serving.server_loading import load_probe_engine
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.commands.edge_options import ServerSettings
@@ -28,6 +29,7 @@ from outrider.deploy.local.server_here import verifier_here
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import ConfigError, Unavailable
 
 VOCAB, CONTEXT = 8192, 2048
@@ -144,6 +146,34 @@ async def test_a_tool_is_called_in_the_templates_format(tmp_path: Path, tokenize
         calls = answer.choices[0].message.tool_calls
         assert calls or answer.choices[0].finish_reason == "length"
         assert not calls or calls[0].function.name == "add"  # type: ignore[union-attr]
+
+
+async def test_a_text_goes_on_at_another_verifier_of_the_server(tmp_path: Path, tokenizer_file: Path) -> None:
+    folder, sampling = model_folder(tmp_path, tokenizer_file), {"temperature": 0.7, "top_k": 20, "seed": 3}
+    async with ScoringDouble(vocab=VOCAB, language=Reference(), max_logprobs=-1, cards=CARDS, step_s=0.01) as double:
+        verifiers = []
+        for name in ("a", "b"):
+            config = VerifierConfig(engine="probes", name=name, target_url=double.url, target_tokenizer=folder)
+            verifiers.append(VerifierServer(config, engine=await load_probe_engine(config)))
+        addresses = [await verifier.start() for verifier in verifiers]
+        edge = EdgeConfig(verifier=addresses[0], model="reference", tokenizer=tokenizer_file, drafter="ngram")
+        async with Client(edge) as client:
+            await client.prepare()
+            whole = await client.complete(PROMPT, max_tokens=40, **sampling)
+            assert client.ready is not None
+            route = DirectRoute(tuple(addresses), "reference", client.ready.tokenizer_sha256)
+            object.__setattr__(client.ready, "route", route)
+            text, ended = "", False
+            async for event in client.generate(PROMPT, max_tokens=40, **sampling):
+                text += event.text
+                if len(text) > 20 and not ended:
+                    ended = True
+                    await verifiers[0].stop(0)
+            assert text == whole.text
+        status = verifiers[1].status()
+        assert status.committed_tokens > 0
+        assert status.server.startswith("vLLM 0.32.0, V1: all rows of a probe in one prompt")
+        await verifiers[1].stop(0)
 
 
 async def test_what_a_server_cannot_do_is_refused_by_name(tmp_path: Path, tokenizer_file: Path) -> None:

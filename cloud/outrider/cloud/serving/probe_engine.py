@@ -285,6 +285,8 @@ class ProbeEngine(EngineCore):
         self.heart.note(timing.rows, timing.forward_s)
         self.step_s.add(timing.forward_s)
         self._commit_or_end(slot, verified)
+        if slot.session.finish is not None:
+            self.requests.usual.add(slot.session.acceptance)
 
     async def _chosen(
         self, row: ListedRow, verification: VerificationInput, place: int, width: int, salt: str

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.slots import Slot
+from outrider.proto.policy import Smoothed
 from outrider.proto.policy.patience import expected_tokens
 from outrider.proto.types import Sampling
 
 KEPT = 24
 WORTH = 1.15  # by which a probe must be better than the stream: its time is less sure
-TRY_EVERY = 128  # tokens of streams without a probe, of which one wasted costs two
+TRY_SHARE = 0.01  # of the time of streams, in which a probe is tried that seems not to pay: only probes show theirs
 _UNTIMED_S = 1e-3  # of a row, until probes are timed
 
 
@@ -65,6 +66,7 @@ class ProbePlan(Batching):
         apart: whether each row of a probe may have to read the text by itself.
         probes, tokens, firsts: times of probes, of tokens of the server's own streams, and to the first token of a
             stream whose text is cached.
+        usual: share of hits in the texts that have ended, from which the next ones begin.
         probing: slots whose probe is on its way.
         streaming: slots whose text the server writes by itself.
     """
@@ -76,6 +78,7 @@ class ProbePlan(Batching):
     firsts: Times = field(default_factory=Times)
     probing: set[Slot] = field(default_factory=set)
     streaming: set[Slot] = field(default_factory=set)
+    usual: Smoothed = field(default_factory=Smoothed)
     _untried: int = 0  # tokens that have come of streams since the newest probe
 
     def time_probe(self, rows: int, seconds: float) -> None:
@@ -102,6 +105,8 @@ class ProbePlan(Batching):
         for slot in candidates:
             if slot in self.probing:
                 continue
+            if not slot.session.generated and self.usual.seen:
+                slot.session.received.acceptance.believe(self.usual.value)
             drafts, streaming = self._drafts_to_probe(slot), slot in self.streaming
             ready_at = now if streaming else slot.session.ready_at(self._alone_s(slot), self.row_s)
             if ready_at > now:
@@ -126,7 +131,8 @@ class ProbePlan(Batching):
         session.pays = max(of_any[1:], default=0.0) > WORTH * alone
         at_hand = of_any[: min(room, len(session.drafts())) + 1]
         best = max(range(len(at_hand)), key=at_hand.__getitem__)
-        due = self._untried >= TRY_EVERY  # times may have changed, and only probes show theirs
+        cost_s = self.probes.seconds(self.rows(len(session.transcript), best)) + self.firsts.seconds(1)
+        due = TRY_SHARE * self._untried * self.tokens.seconds(1) > cost_s
         if greedy and (best == 0 or (at_hand[best] <= WORTH * alone and not due)):
             return None
         return best
