@@ -98,10 +98,11 @@ async def test_rows_that_json_cannot_say_are_asked_for_alone() -> None:
     async with ScoringDouble() as double:
         server = await ready(double)
         await server.probe(TEXT, (), 3)
-        double.nan = 1
-        probe = await server.probe(TEXT, DRAFTS, 3)
-        check(double, probe, 3)
-        assert (double.nan, probe.lost) == (0, 5)
+        for unsayable, lost in ((1, 0), (2, 5)):  # once more first: other memory may hold numbers
+            double.nan = unsayable
+            probe = await server.probe(TEXT, DRAFTS, 3)
+            check(double, probe, 3)
+            assert (double.nan, probe.lost) == (0, lost)
         await server.close()
 
 
@@ -330,9 +331,9 @@ async def test_deadlines_follow_what_answers_took() -> None:
         quick = server.door._deadline_s(100)
         assert 30 < quick < 60
         assert server.door._deadline_s(8000) > quick + 100
-        double.step_s = 1.0
+        double.step_s = 2.0
         await server.probe(TEXT, (), 1)
-        assert server.door._deadline_s(100) > quick + 15
+        assert server.door._deadline_s(100) > quick + 5
         await server.close()
 
 
@@ -434,7 +435,7 @@ async def test_what_no_vllm_should_answer_is_an_internal_error(monkeypatch) -> N
         server = await ready(double)
         monkeypatch.setattr(double, "_usage", lambda *_: {})
         monkeypatch.setattr(double, "_content", lambda *_: {"logprob": 0})
-        with pytest.raises(Internal, match="as no vLLM should"):
+        with pytest.raises(Internal, match="in a form of its own"):
             await server.probe(TEXT, DRAFTS, 3)
         await server.close()
 
@@ -469,7 +470,7 @@ async def test_the_canary_finds_out_what_a_server_can_do(switches, facts) -> Non
         assert (server.facts.model, server.facts.root) == ("made-up", "/models/made-up")
         assert (server.facts.context_length, roots) == (900, ["/models/made-up"])
         assert server.facts.repeatable is not double.unsteady
-        assert len(double.requests) <= 14
+        assert len(double.requests) <= 18
         assert double.harmed == 0
         check(double, await server.probe(TEXT, DRAFTS, 3), 3)
         await server.close()

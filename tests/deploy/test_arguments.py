@@ -29,6 +29,8 @@ TEXTS = {
     "drafter": "ngram",
     "selector": "hedge",
     "window": "7",
+    "server": "http://a:1",
+    "target-url": "http://a:1",
     "patience": "5,2",
     "read": "0.25",
     "greedy": "0.25",

@@ -48,6 +48,7 @@ def cluster() -> ClusterStatus:
         "accepted_here": 41_000,
         "drafting_here_s": 312.3456,
         "context_length": 8192,
+        "server": "vLLM 0.32.0, V1",
     }
     host, kept = "10.244.12.103:50061", ("bytes", "bfloat16")
     verifier = VerifierStatus(
@@ -119,6 +120,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "guarantee": "bytes",
         "precision": "bfloat16",
         "context_length": 8192,
+        "server": "vLLM 0.32.0, V1",
         "drafter_here": "general@27a9646b40d5",
         "committed_tokens": 123_456,
         "drafted_here": 90_123,
@@ -151,7 +153,9 @@ def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
     words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
     for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
         assert word in text
-    assert sum("llama-0" in line for line in lines) == 5, "as a verifier, and by drafts, links, guarantee, precision"
+    assert sum("llama-0" in line for line in lines) == 6, (
+        "as a verifier, and by drafts, links, guarantee, precision, server"
+    )
 
 
 def test_the_drafters_beside_targets_have_a_table_where_there_are_any() -> None:

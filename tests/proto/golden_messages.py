@@ -330,6 +330,11 @@ EXAMPLES = {
         encode_status,
         decode_status,
     ),
+    "status with a server": Example(
+        ClusterStatus((VerifierStatus("v0", "", "reference", "ready", server="vLLM"),), (), 0, ()),
+        encode_status,
+        decode_status,
+    ),
     "status with versions": Example(
         ClusterStatus(
             (),

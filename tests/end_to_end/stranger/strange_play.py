@@ -17,7 +17,7 @@ from plain_texts import BROKEN, ROUNDING, PlainText
 from scripted_ends import Known, ScriptedDrafter
 from strange_worlds import STATES, World, settings, target
 
-from outrider.cloud.serving import verifier_server
+from outrider.cloud.serving import backends
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.own_drafter import DraftThreads, OwnDrafter
 from outrider.cloud.serving.verifier_server import VerifierServer
@@ -121,7 +121,7 @@ class Play:
     def _change_the_product(self) -> None:
         """Make what depends on speed depend on the seed: rows cost nothing, a loss is an age after the one before."""
         world, patch = self._world, self._patch
-        patch.setattr(verifier_server, "local_source", lambda _, facts: self._own_source())
+        patch.setattr(backends, "local_source", lambda _, facts: self._own_source())
         if world.pays:
             really = verifier.best_tree
             patch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)
