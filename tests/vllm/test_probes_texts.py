@@ -8,7 +8,7 @@ import json
 import random
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from outrider.cloud.models.fetched_model import fetched_folder
 from outrider.cloud.serving.probe_engine import ProbeEngine
 from outrider.cloud.serving.server_loading import load_probe_engine
 from outrider.cloud.verifier_config import VerifierConfig
+from outrider.proto.errors import Unavailable
 from outrider.proto.types import Sampling
 
 ASKS = (
@@ -64,8 +65,10 @@ def prompts(folder: Path) -> list[Prompt]:
 
 @asynccontextmanager
 async def engine_of(url: str) -> AsyncIterator[ProbeEngine]:
-    engine = await load_probe_engine(VerifierConfig(engine="probes", target_url=url, draft_here="off"))
-    assert engine is not None
+    engine = None
+    while engine is None:
+        with suppress(Unavailable):  # as `outrider edge --server` asks again
+            engine = await load_probe_engine(VerifierConfig(engine="probes", target_url=url, draft_here="off"))
     engine.start()
     try:
         yield engine
