@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from outrider.proto.codec import SAMPLING
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import SALT_BYTES
 from outrider.proto.types import MAX_TOKEN_ID, SHA256, Sampling
+
+if TYPE_CHECKING:
+    import torch
 
 TOP = 64  # likeliest tokens of a row, which teach as much as all do if the mass of the rest is known
 MAX_TOKENS = 1 << 17
@@ -37,6 +40,40 @@ _ARRAYS: Mapping[str, tuple[type[np.generic], str]] = {  # type and axes
 }
 _SALTS = ("session_salt", "key_salt")
 _FACTS = ("model", "tokenizer_sha256", "prompt_class", "at_s", "start", "first_generated")
+
+
+class Teaching(NamedTuple):
+    """The target's likeliest tokens in m rows, as `LessonRecord` has it.
+
+    Attributes:
+        top_ids: [m, s] uint32.
+        top_logp: [m, s] float16.
+        rest_logp: [m] float32.
+        finite: [m] bool, whether the row's logits were numbers.
+    """
+
+    top_ids: np.ndarray
+    top_logp: np.ndarray
+    rest_logp: np.ndarray
+    finite: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class StepRows:
+    """Kept rows of one step, of all its texts.
+
+    Attributes:
+        logits: [r, vocab] float32 copies on the target's device, until they are read or dropped.
+        said: what they say; None: they are not read yet, or were dropped unread.
+    """
+
+    logits: torch.Tensor | None
+    said: Teaching | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the logits that wait."""
+        return self.logits.nbytes if self.logits is not None else 0
 
 
 @dataclass(frozen=True, eq=False)

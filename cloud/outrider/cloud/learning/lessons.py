@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from outrider.cloud.learning.inclusion import MAX_SHARE, Inclusion, LessonKind
-from outrider.cloud.learning.lesson_record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord, StepRows
 from outrider.proto.salts import key_salt, salted
 from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit
 
 if TYPE_CHECKING:
     import torch
-
-    from outrider.cloud.learning.teaching import Teaching
 
 RECORD_TOKENS = 512  # of text, after which a record is made though the text goes on
 RECORD_ROWS = 2048
@@ -73,24 +71,6 @@ class LessonSink(Protocol):
     def forget(self, key_salt: bytes) -> Future[int]:
         """Drop all lessons of one API key, and answer how many positions these were."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """Kept rows of one step, of all its texts.
-
-    Attributes:
-        logits: [r, vocab] float32 copies on the target's device, until they are read or dropped.
-        said: what they say; None: they are not read yet, or were dropped unread.
-    """
-
-    logits: torch.Tensor | None
-    said: Teaching | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the logits that wait."""
-        return self.logits.nbytes if self.logits is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,13 +339,13 @@ class LessonCollector(NoLessons):
 
     def _turn(self) -> bool:
         """Read what has come, pack it, and push what is packed; return whether there was anything."""
+        from outrider.cloud.learning.teaching import read_steps  # imports torch
+
         with self._lock:
             taken, self._queue = self._queue, deque()
             dropped, self._dropped_rows = self._dropped_rows, 0
             self._queued_bytes = 0
         self._count(Lost.QUEUE, dropped)
-        from outrider.cloud.learning.teaching import read_steps  # imports torch
-
         read_steps([item for item in taken if isinstance(item, StepRows)])
         for item in taken:
             if isinstance(item, _TextPart):

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from outrider.cloud.learning.lesson_record import TOP
+from outrider.cloud.learning.lesson_record import TOP, StepRows, Teaching
 
 MIN_LOGP = -60000.0  # the least that a float16 can say
 _SLICE = 1 << 17  # logits that are read at once, so that they stay in a core's cache
-
-
-class Teaching(NamedTuple):
-    """The target's likeliest tokens in m rows, as `LessonRecord` has it.
-
-    Attributes:
-        top_ids: [m, s] uint32.
-        top_logp: [m, s] float16.
-        rest_logp: [m] float32.
-        finite: [m] bool, whether the row's logits were numbers.
-    """
-
-    top_ids: np.ndarray
-    top_logp: np.ndarray
-    rest_logp: np.ndarray
-    finite: np.ndarray
 
 
 @torch.inference_mode()
@@ -80,14 +63,7 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     return top.values, indices.gather(1, top.indices)
 
 
-class UnreadRows(Protocol):
-    """Rows of a step: their logits, until they are read, and then what they say."""
-
-    logits: torch.Tensor | None
-    said: Teaching | None
-
-
-def read_steps(steps: Sequence[UnreadRows]) -> None:
+def read_steps(steps: Sequence[StepRows]) -> None:
     """Read the rows of several steps with one call."""
     waiting = [(step, step.logits) for step in steps if step.logits is not None]
     if not waiting:
