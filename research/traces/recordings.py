@@ -15,8 +15,8 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.bench_metrics import grouped
 from outrider.bench.bench_settings import check_once
 from outrider.bench.record import RECORD, Metric, from_json, one_of, write
-from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_text
 from outrider.proto.types import MAX_TOKEN_ID
 from research.simulator.clock import Costs
 

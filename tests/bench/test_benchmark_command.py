@@ -16,12 +16,12 @@ from outrider.bench.bench_verifier import VerifierProcess
 from outrider.bench.record import from_json
 from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import DTYPES, VerifierConfig
-from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.packages import find_package
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import NotFound
+from outrider.proto.plumbing.files import read_text
 from outrider.proto.types import Goal, Patience
 
 TOKENS = 16

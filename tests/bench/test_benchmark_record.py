@@ -19,9 +19,9 @@ from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord, links_of
 from outrider.bench.record import from_json, save, to_json
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.deploy.arguments import read_text
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_text
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from recorded import link_of, run_command, written
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink
 from outrider.bench.record import from_json, to_json
-from outrider.deploy.arguments import read_text
 from outrider.edge.selectors import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_text
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, StaticSelector
 from research.simulator.clock import Costs
 from research.traces.pool_replay import (

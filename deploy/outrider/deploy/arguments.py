@@ -308,19 +308,6 @@ def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dic
     return written
 
 
-def read_text(path: Path, field: str, *, origin: str = "") -> str:
-    """Return the text of the file that the option of `field` names; raises `ConfigError`.
-
-    `origin` says in an error where such a file comes from.
-    """
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}{origin}: {error.strerror}", field=field) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}{origin}: it is not UTF-8", field=field) from error
-
-
 def read_stdin(field: str) -> str:
     """Return all of standard input; raises `ConfigError` about `field`, the option that names it."""
     try:

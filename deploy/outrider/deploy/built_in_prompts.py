@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_text
 
 HELD_OUT = Path(__file__).parent / "heldout"
 DOMAINS = ("code", "docs", "prose", "math")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.deploy.arguments import Given, read_text
+from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge_options import KeySettings
 from outrider.edge.edge_config import EdgeConfig
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_key
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 
 if TYPE_CHECKING:
     from outrider.edge.link.security import Security
-
-logger = logging.getLogger(__name__)
 
 
 def serving_tls(given: Given) -> ServerTls | None:
@@ -39,12 +36,7 @@ def api_key(given: Given) -> str:
     path = given(KeySettings).api_key_file
     if path is None:
         return os.environ.get("OUTRIDER_API_KEY", "").strip()
-    text = read_text(path, "api_key_file").strip()
-    if not text:
-        raise ConfigError(f"{path} is empty", field="api_key_file")
-    if path.expanduser().stat().st_mode & stat.S_IROTH:
-        logger.warning("everybody on this machine can read the API key in %s; run chmod 600 on it", path)
-    return text
+    return read_key(path, "api_key_file")
 
 
 def lease_secret(path: Path | None) -> bytes:

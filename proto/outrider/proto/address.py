@@ -28,11 +28,14 @@ def address_of_server(address: str, field: str, *, has_tls: bool) -> str:
 
 
 def http_url(text: str) -> str:
-    """Return the address of an HTTP server without the slash or /v1 at its end; raises `ValueError`."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+    """Return the address of an HTTP server, the root of its API, without a /v1 at its end; raises `ValueError`."""
+    parts = urlsplit(text)  # of some texts it raises a ValueError itself, as `port` does
+    if "@" in parts.netloc:
+        raise ValueError("holds credentials; put the key into a file")
+    known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    if not known or parts.query or parts.fragment:
         raise ValueError(f"{text!r} is not http://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:

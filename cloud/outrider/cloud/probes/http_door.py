@@ -17,13 +17,13 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from outrider.proto.errors import ConfigError, Internal, Unavailable
+from outrider.proto.address import http_url
+from outrider.proto.errors import ConfigError, Internal, ModelRefused, Unavailable
 
 KEEP_ALIVE_S = 4.0  # vLLM and llama-server close idle connections after 5 s
 CONNECT_S = 10.0
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 MAX_MESSAGE = 300
-ROOT = "give the root of its API, such as http://127.0.0.1:8000"
 
 Read = TypeVar("Read")
 Json = dict[str, Any]
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is, and how it is asked.
+    """The place of a server, and how it is asked.
 
     Attributes:
         url: root of its API, as `http://127.0.0.1:8000`; a `/v1` at its end is left out.
@@ -49,17 +49,11 @@ class ServerAddress:
 
     def __post_init__(self) -> None:
         try:
-            parts = urlsplit(self.url)
-            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            object.__setattr__(self, "url", http_url(self.url))
         except ValueError as error:
-            raise ConfigError(f"the server's URL is malformed ({error}); {ROOT}", field="target_url") from None
-        if "@" in parts.netloc:
-            raise ConfigError("no credentials in the URL; put the key into a file", field="target_url")
-        if not sound or parts.query or parts.fragment:
-            raise ConfigError(f"{self.url!r} is no URL of a server; {ROOT}", field="target_url")
+            raise ConfigError(str(error), field="target_url") from None
         if not (self.api_key.isascii() and self.api_key.isprintable()) or " " in self.api_key:
             raise ConfigError("the key is one line of printable characters without spaces", field="target_key_file")
-        object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1").rstrip("/"))
 
 
 class Refusal(Internal):
@@ -95,15 +89,30 @@ class HttpDoor:
         self._slowest_s: float | None = None  # of the answers so far; old ones fade
         self._heard_at = time.monotonic()
         self._broken = False
+        self._asking = asyncio.Lock()
 
     @property
     def doubtful(self) -> bool:
-        """Whether another server may have come to this address since `trust`."""
+        """Whether another server may have come to this address since the last answer."""
         return self._broken or time.monotonic() - self._heard_at > KEEP_ALIVE_S
 
-    def trust(self) -> None:
-        """Take what is at this address now for what it was."""
-        self._broken, self._heard_at = False, time.monotonic()
+    async def be_sure(self, model: str, how_changed: Callable[[], Awaitable[str]], *, doubtful: bool = False) -> None:
+        """Ask which model is here where another may have come, or `doubtful` says so; ModelRefused: another has.
+
+        `how_changed` returns how; empty: it is as it was.
+        """
+        if not (doubtful or self.doubtful):
+            return
+        async with self._asking:
+            if doubtful or self.doubtful:
+                if how := await how_changed():
+                    raise self.changed(model, how)
+                self._broken, self._heard_at = False, time.monotonic()
+
+    def changed(self, model: str, how: str) -> ModelRefused:
+        """Return the error of a server that has another model now."""
+        said = f"{self.address.url} no longer serves {model!r} as it did: {how}; start the verifier again"
+        return ModelRefused(said, field="target_model")
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, **how: Any) -> Json:
         """Return what `read` does as the JSON object that it is."""

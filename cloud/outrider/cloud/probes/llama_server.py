@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.cloud.probes.http_door import HttpDoor, Json, understood
 from outrider.cloud.probes.scoring import ListedRow, Probe, ServerFacts, StreamedToken
-from outrider.proto.errors import ConfigError, Internal, ModelRefused, Unavailable
+from outrider.proto.errors import ConfigError, Internal, Unavailable
 
 SLOTS = 9  # of probes with 8 drafts
 TEXT_TOKENS = 12  # of a greedy text that is to come again
@@ -169,7 +169,7 @@ class LlamaServer:
         if len(answers) != len(prompts):
             raise Internal(f"the server answers {len(answers)} of {len(prompts)} prompts")
         if models != {self.facts.model}:
-            raise self._changed()
+            raise self.door.changed(self.facts.model, f"answers come from {sorted(models)}")
         await self._be_sure()  # a connection may have broken meanwhile
         return answers
 
@@ -178,15 +178,11 @@ class LlamaServer:
         return ask | GREEDY | {"n_probs": min(width, self.facts.max_list), "response_fields": FIELDS}
 
     async def _be_sure(self) -> None:
-        """Ask which model is at the address, where another may have come there since the last answer."""
-        if self.door.doubtful:
-            if (await self.door.ask("/props")).get("model_path") != self.facts.root:
-                raise self._changed()
-            self.door.trust()
+        await self.door.be_sure(self.facts.model, self._how_changed)
 
-    def _changed(self) -> ModelRefused:
-        said = f"{self.door.address.url} no longer serves {self.facts.model!r}; start the verifier again"
-        return ModelRefused(said, field="target_model")
+    async def _how_changed(self) -> str:
+        path = (await self.door.ask("/props")).get("model_path")
+        return "" if path == self.facts.root else f"it is {path!r} now"
 
     def _token(self, answer: Json) -> StreamedToken:
         (told,) = answer["completion_probabilities"]

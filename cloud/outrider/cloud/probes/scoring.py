@@ -122,7 +122,7 @@ class ServerFacts:
 
     @property
     def words(self) -> str:
-        """What it is and what it lacks, in a sentence."""
+        """Kind and abilities of the server, and the flags that it lacks, in a sentence."""
         how = "all rows of a probe in one prompt" if self.door == "rows" else "one prompt for each row"
         lists = f"{how}, lists of up to {self.max_list} tokens" + (", and others by name" if self.names else "")
         own = "; it drafts by itself" if self.drafts_itself else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.cloud.probes.http_door import HttpDoor, Json, understood
 from outrider.cloud.probes.scoring import ListedRow, Probe, ServerFacts, StreamedToken
-from outrider.proto.errors import ConfigError, Internal, ModelRefused, Unavailable
+from outrider.proto.errors import ConfigError, Internal, Unavailable
 
 MAX_LIST = 1024  # the scheduler dies of a list that is longer than the vocabulary
 IDENTITY = ("model_path", "served_model_name", "weight_version")
@@ -143,13 +143,12 @@ class SglangServer:
         return answer
 
     async def _be_sure(self) -> None:
-        """Ask which model is at the address, where another may have come there: answers do not name theirs."""
-        if self.door.doubtful:
-            info = await _first_of(self.door, "/model_info", "/get_model_info")
-            if [info.get(key) for key in IDENTITY] != self._identity:
-                said = f"{self.door.address.url} no longer serves {self.facts.model!r}; start the verifier again"
-                raise ModelRefused(said, field="target_model")
-            self.door.trust()
+        await self.door.be_sure(self.facts.model, self._how_changed)  # answers do not name theirs
+
+    async def _how_changed(self) -> str:
+        info = await _first_of(self.door, "/model_info", "/get_model_info")
+        there = [info.get(key) for key in IDENTITY]
+        return "" if there == self._identity else f"it is {there} now"
 
 
 async def _first_of(door: HttpDoor, *paths: str) -> Json:

@@ -19,7 +19,7 @@ import numpy as np
 
 from outrider.cloud.probes.http_door import HttpDoor, Json, Refusal, understood
 from outrider.cloud.probes.scoring import ListedRow, Probe, ServerFacts, StreamedToken
-from outrider.proto.errors import Internal, ModelRefused, Unavailable
+from outrider.proto.errors import Internal, Unavailable
 
 ROWS, PROMPTS = "/inference/v1/generate", "/v1/completions"
 # A model's generation_config.json sets defaults for /v1/completions, and a penalty would make another text.
@@ -47,7 +47,6 @@ class VllmServer:
     def __init__(self, door: HttpDoor, facts: ServerFacts, vocab: int, ranks: int = 1) -> None:
         self.door, self.facts, self.vocab, self._ranks = door, facts, vocab, ranks
         self._answers_as = ""  # the model's first alias, which need not be the one that requests name
-        self._check = asyncio.Lock()
 
     async def probe(
         self,
@@ -239,28 +238,23 @@ class VllmServer:
             raise
         self._answers_as = self._answers_as or str(answer.get("model"))
         if answer.get("model") != self._answers_as:
-            raise self._changed(f"answers come from {answer.get('model')!r}")
+            raise self.door.changed(self.facts.model, f"answers come from {answer.get('model')!r}")
         await self._be_sure()  # a connection may have broken meanwhile
         return answer
 
     async def _be_sure(self, doubtful: bool = False) -> None:
         """Ask which model is at the address, where another may have come there since the last answer."""
-        if not (doubtful or self.door.doubtful):
-            return
-        async with self._check:
-            if doubtful or self.door.doubtful:
-                there = (await model_cards(self.door)).get(self.facts.model, {})
-                known = {"root": self.facts.root, "max_model_len": self.facts.context_length}
-                if {name: there.get(name) for name in known} != known:
-                    raise self._changed(f"it is {there['root']!r} now" if there else "it is not there")
-                # A cache that is full may drop at once what was read.
-                if self.facts.names and not any([is_v2(await self.ask_twice()) for _ in range(2)]):
-                    raise self._changed("it runs V1 now, which must not be asked for tokens by name")
-                self.door.trust()
+        await self.door.be_sure(self.facts.model, self._how_changed, doubtful=doubtful)
 
-    def _changed(self, how: str) -> ModelRefused:
-        was = f"{self.door.address.url} no longer serves {self.facts.model!r} as it did"
-        return ModelRefused(f"{was}: {how}; start the verifier again", field="target_model")
+    async def _how_changed(self) -> str:
+        there = (await model_cards(self.door)).get(self.facts.model, {})
+        known = {"root": self.facts.root, "max_model_len": self.facts.context_length}
+        if {name: there.get(name) for name in known} != known:
+            return f"it is {there['root']!r} now" if there else "it is not there"
+        # A cache that is full may drop at once what was read.
+        if self.facts.names and not any([is_v2(await self.ask_twice()) for _ in range(2)]):
+            return "it runs V1 now, which must not be asked for tokens by name"
+        return ""
 
     async def ask_twice(self) -> list[Json]:
         """Return two answers to one scored text of a block and more; none: V1's rows held what JSON cannot say."""

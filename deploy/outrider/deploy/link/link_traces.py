@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.deploy.arguments import read_text
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_text
 
 HEADER = "time_s,rtt_ms,up_mbit,down_mbit"
 _FIELDS = HEADER.split(",")

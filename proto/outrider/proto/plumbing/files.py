@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,29 @@ def sha256_of(path: Path) -> str:
     """Return the hash of a file, in hexadecimal digits."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def read_text(path: Path, field: str, *, origin: str = "") -> str:
+    """Return the text of the file that the option of `field` names; raises `ConfigError`.
+
+    `origin` says in an error where such a file comes from.
+    """
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}{origin}: {error.strerror}", field=field) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}{origin}: it is not UTF-8", field=field) from error
+
+
+def read_key(path: Path, field: str) -> str:
+    """Return the API key in the file that the option of `field` names; raises `ConfigError`."""
+    text = read_text(path, field).strip()
+    if not text:
+        raise ConfigError(f"{path} is empty", field=field)
+    if path.expanduser().stat().st_mode & stat.S_IROTH:
+        logger.warning("everybody on this machine can read the API key in %s; run chmod 600 on it", path)
+    return text
 
 
 class Watched(Generic[T]):
