@@ -14,10 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from aiohttp import web
+
+from outrider.proto.errors import Unavailable
 
 Json = dict[str, Any]
 LEAST = float(np.finfo(np.float32).min)
+
+TEXT = [5, 9, 7, 12, 30, 8, 41, 3, 22]
+DRAFTS = [4, 21, 6, 33]
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -355,3 +361,30 @@ class LlamaDouble(Double):
             if value is not None:
                 picked[path] = value
         return picked
+
+
+async def refuses(double: Any, server: Any, fault: Json, error: type[Exception], message: str, *named: Any) -> None:
+    """A probe of a double with a fault ends by an error, never by rows."""
+    for name, value in fault.items():
+        setattr(double, name, value)
+    with pytest.raises(error, match=message):
+        await server.probe(TEXT, DRAFTS, 3, *named)
+    double.fail, double.drop = [], 0
+    await server.close()
+
+
+async def probed_through_trouble(double: Any, server: Any) -> Any:
+    """A probe whose connection breaks first, and which an error answers then."""
+    double.drop, double.fail = 1, [503]
+    probe = await server.probe(TEXT, DRAFTS, 3)
+    await server.close()
+    return probe
+
+
+async def breaks_off(double: Any, server: Any, fault: Json) -> None:
+    """A stream of a double with a fault ends by an error that says so."""
+    for name, value in fault.items():
+        setattr(double, name, value)
+    with pytest.raises(Unavailable, match="broke off"):
+        _ = [each async for each in server.stream(TEXT, 9, frozenset(), 1)]
+    await server.close()

@@ -14,19 +14,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cloud.probes import listed_rule
-from outrider.cloud.probes.listed_rule import ListedChoice, choose, choose_all, loudest, refusal
+from outrider.cloud.probes.listed_rule import ListedChoice, choose, loudest, refusal
 from outrider.cloud.probes.scoring import ListedRow, ServerFacts
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
-from outrider.proto.types import DraftToken, Grammar, GrammarKind, Sampling
+from outrider.proto.token_counts import TokenCounts
+from outrider.proto.types import DraftToken, Grammar, GrammarKind, Sampling, token_ids
 
 SAMPLER = Sampler(torch.device("cpu"))
 VOCAB = 7
 PROMPT, EOS = [1, 2, 0, 1, 2], 5
 MAX_WISHES = 4
 Rule = Callable[[Sequence[ListedRow], VerificationInput, int], list[ListedChoice]]
+
+
+def choose_all(rows: Sequence[ListedRow], session: VerificationInput, vocab: int) -> list[ListedChoice]:
+    """Return the choices in a block's rows, up to the first that is open or is not the draft of its position."""
+    if session.sampling.has_penalties and session.counts is None:
+        session = replace(session, counts=TokenCounts(session.prompt_length, session.transcript))
+    choices: list[ListedChoice] = []
+    drafts: list[int | None] = [*token_ids(session.block), None]
+    for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+        choices.append(choose(row, session, j, vocab))
+        if choices[-1].token is None or choices[-1].token != draft:
+            break
+    return choices
 
 
 def log_softmax(logits):

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from other_doubles import LlamaDouble, SglangDouble
+from other_doubles import DRAFTS, TEXT, LlamaDouble, SglangDouble, breaks_off, probed_through_trouble, refuses
 
 from outrider.cloud.probes.http_door import HttpDoor, ServerAddress
 from outrider.cloud.probes.llama_server import LlamaServer, examine_llama
 from outrider.cloud.probes.scoring import FLOAT32_LOG, ListedRow
 from outrider.proto.errors import ConfigError, Internal, ModelRefused, Unavailable
 
-TEXT = [5, 9, 7, 12, 30, 8, 41, 3, 22]
-DRAFTS = [4, 21, 6, 33]
 LONG = [(7 * i + i // 5) % 60 for i in range(150)]
 
 
@@ -156,32 +154,19 @@ FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("fault", "error", "message"), FAULTS, ids=lambda value: str(value)[:30])
 async def test_no_faulty_answer_passes_for_rows(fault: Any, error: Any, message: str) -> None:
     async with LlamaDouble() as double:
-        server = await ready(double)
-        for name, value in fault.items():
-            setattr(double, name, value)
-        with pytest.raises(error, match=message):
-            await server.probe(TEXT, DRAFTS, 3)
-        double.fail, double.drop = [], 0
-        await server.close()
+        await refuses(double, await ready(double), fault, error, message)
 
 
 async def test_a_probe_outlives_a_broken_connection_and_an_error() -> None:
     async with LlamaDouble() as double:
-        server = await ready(double)
-        double.drop, double.fail = 1, [503]
-        probe = await server.probe(TEXT, DRAFTS, 3)
-        await server.close()
+        probe = await probed_through_trouble(double, await ready(double))
     for place, row in enumerate(probe.rows):
         check_row(double, row, TEXT + DRAFTS[:place], 3)
 
 
 async def test_a_text_that_breaks_off_says_so() -> None:
     async with LlamaDouble() as double:
-        server = await ready(double)
-        double.break_after = 3
-        with pytest.raises(Unavailable, match="broke off"):
-            _ = [each async for each in server.stream(TEXT, 9, frozenset(), 1)]
-        await server.close()
+        await breaks_off(double, await ready(double), {"break_after": 3})
 
 
 @pytest.mark.parametrize("broken", [False, True])

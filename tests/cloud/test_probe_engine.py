@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from probe_texts import Inbox, ids, write
-from small_verifier import AtOnce
+from probe_texts import KEYS, Inbox, ids, write
+from small_verifier import Alternation, AtOnce
 from table_server import CONTEXT, FACTS, VOCAB, TableServer, away, text_of
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
@@ -29,6 +29,7 @@ from outrider.proto.types import (
     Grammar,
     GrammarKind,
     Open,
+    Report,
     Sampling,
 )
 
@@ -72,34 +73,17 @@ NOTHING = always(0)
 DRAFTERS = {"none": always(0), "always": always(12), "never": never(5), "mostly": mostly(9)}
 
 
-class Odd:
+class Odd(Alternation):
     """The parser of a grammar that allows a few tokens in every row, none of them likely."""
 
     TOKENS = (20, 41, 62)
 
-    def consume_token(self, token: int) -> bool:
-        """Take an allowed token."""
+    def _allows(self, token: int) -> bool:
         return token in self.TOKENS
 
     def compute_bitmask(self) -> bytes:
         """Return a bit for each token."""
         return np.packbits(np.isin(np.arange(VOCAB), self.TOKENS), bitorder="little").tobytes()
-
-    def rollback(self, tokens: int) -> bool:
-        """Take tokens back."""
-        return True
-
-    def is_error(self) -> bool:
-        """Never."""
-        return False
-
-    def is_accepting(self) -> bool:
-        """Never."""
-        return False
-
-    def get_error(self) -> str:
-        """Nothing is wrong."""
-        return ""
 
 
 class Bench:
@@ -193,6 +177,23 @@ async def test_drafts_that_hold_are_probed_and_useless_ones_leave_the_stream_alo
         assert ids(text) == ids(text_of(PROMPT, GREEDY, EOS))
         assert server.probes - probes <= 12
         assert (server.streamed - streamed < 12) is pays
+
+
+async def test_a_text_begins_from_its_edges_hits_or_else_from_those_of_the_texts_before() -> None:
+    async with Bench(TableServer(step_s=1e-3)) as bench:
+        bench.engine.requests.usual.add(0.1)
+        for told_after, begins in ((None, 0.1), (0, 0.9), (1, 0.9)):
+            key, outbox = next(KEYS), Inbox()
+            bench.engine.post_open(key, Open("m", HASH, PROMPT, GREEDY, f"s{key}"), outbox)
+            for commits in range(3):
+                if commits == told_after:
+                    bench.engine.post_frame(key, Report(drafting=True, acceptance=0.9), lambda: None)
+                while not isinstance(await outbox.queue.get(), Commit):
+                    pass
+            slot = bench.engine.sessions.get(key)
+            assert slot is not None
+            assert slot.session.acceptance == pytest.approx(begins)
+            bench.engine.post_close(key)
 
 
 async def test_texts_that_cannot_stream_are_probed_without_drafts() -> None:

@@ -107,7 +107,7 @@ async def test_texts_are_the_rules_through_every_fault_of_a_server(kind: str, se
 
 
 async def test_memory_that_nobody_has_written_would_make_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tells such rows from others is all that keeps them out: without it the check above must fail."""
+    """Only the count of cached tokens keeps such rows out: without it the check above must fail."""
     async with ScoringDouble(vocab=VOCAB, max_logprobs=-1) as double, engine_of(double) as engine:
         before, wanted = await texts(engine, double, SETTINGS["T 1"], 2, error=0.0)
         assert before == wanted

@@ -82,7 +82,7 @@ async def test_rows_of_cached_tokens_are_asked_for_one_by_one(runner) -> None:
 
 
 async def test_rows_that_v1_never_wrote_would_fail_these_tests() -> None:
-    """Where the server lies about its cache, the door believes it."""
+    """The door believes what a server says of its cache, even a lie."""
     async with ScoringDouble() as double:
         server = await ready(double)
         honest = double._usage

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from scoring_double import ScoringDouble
 from tool_templates import QWEN
 
 from outrider.cloud.models.family_index import load_causal_lm, target_folder
+from outrider.cloud.probes.vllm_server import VllmServer
 from outrider.cloud.serving.server_loading import load_probe_engine
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
@@ -45,7 +48,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 class Reference:
-    """What the embedded target says, as a server would: float32, by transformers' own forward pass."""
+    """The embedded target as the language of a double: float32, by transformers' own forward pass."""
 
     def __init__(self) -> None:
         self._model = load_causal_lm(target_folder("reference"), "is not there", field="target")
@@ -153,7 +156,8 @@ async def test_a_text_goes_on_at_another_verifier_of_the_server(tmp_path: Path, 
     async with ScoringDouble(vocab=VOCAB, language=Reference(), max_logprobs=-1, cards=CARDS, step_s=0.01) as double:
         verifiers = []
         for name in ("a", "b"):
-            config = VerifierConfig(engine="probes", name=name, target_url=double.url, target_tokenizer=folder)
+            where = {"engine": "probes", "target_url": double.url, "target_tokenizer": folder}
+            config = VerifierConfig(name=name, draft_here="on", draft_with="ngram", **where)
             verifiers.append(VerifierServer(config, engine=await load_probe_engine(config)))
         addresses = [await verifier.start() for verifier in verifiers]
         edge = EdgeConfig(verifier=addresses[0], model="reference", tokenizer=tokenizer_file, drafter="ngram")
@@ -172,6 +176,7 @@ async def test_a_text_goes_on_at_another_verifier_of_the_server(tmp_path: Path, 
             assert text == whole.text
         status = verifiers[1].status()
         assert status.committed_tokens > 0
+        assert verifiers[0].status().drafted_here > 0
         assert status.server.startswith("vLLM 0.32.0, V1: all rows of a probe in one prompt")
         await verifiers[1].stop(0)
 
@@ -184,6 +189,33 @@ async def test_what_a_server_cannot_do_is_refused_by_name(tmp_path: Path, tokeni
             await at.openai.completions.create(model="reference", prompt=PROMPT, echo=True, logprobs=1)
 
 
+@pytest.mark.parametrize(("template", "alike"), [("{{ messages[0].content }}", False), ("{% broken", True)])
+async def test_a_template_that_is_not_the_servers_is_said_and_a_bad_one_ends_nothing(
+    template: str, alike: bool, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    async def chat(self: VllmServer, messages: Any) -> list[int]:
+        return [5, 6, 7]
+
+    monkeypatch.setattr(VllmServer, "chat", chat)
+    folder = model_folder(tmp_path, tokenizer_file)
+    (folder / "chat_template.jinja").write_text(template)
+    double = ScoringDouble(vocab=VOCAB, cards=CARDS, port=free_port())
+    here = verifier_here(ServerSettings(server=double.url), folder, wait=False)
+    async with double, here as (facts, where):
+        assert facts.model == where["model"] == "reference"
+    assert ("renders chats by another template" in caplog.text) is not alike
+
+
+def test_a_command_that_lacks_a_package_names_the_extra_that_has_it(tmp_path: Path) -> None:
+    without = "import sys; sys.modules['aiohttp'] = None; "
+    code = f"{without}from outrider.deploy.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["edge", "--server", "http://127.0.0.1:9", "--tokenizer", str(tmp_path)]
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "[server]" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 async def test_settings_of_a_server_that_are_wrong_name_their_option(tmp_path: Path, tokenizer_file: Path) -> None:
     folder, key = model_folder(tmp_path, tokenizer_file), tmp_path / "key"
     key.write_text("wrong")
@@ -192,6 +224,8 @@ async def test_settings_of_a_server_that_are_wrong_name_their_option(tmp_path: P
         async with verifier_here(ServerSettings(**asked), tokenizer, wait=False):
             pass
 
+    with pytest.raises(ConfigError, match="server_model: needs --server"):
+        ServerSettings(server_model="m")
     with pytest.raises(Unavailable, match="is the server running"):
         await serve(server=f"http://127.0.0.1:{free_port()}")
     async with ScoringDouble(vocab=VOCAB, api_key="right", cards=CARDS) as double:

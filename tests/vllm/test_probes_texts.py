@@ -65,7 +65,7 @@ def prompts(folder: Path) -> list[Prompt]:
 
 @asynccontextmanager
 async def engine_of(url: str) -> AsyncIterator[ProbeEngine]:
-    engine = None
+    engine: ProbeEngine | None = None
     while engine is None:
         with suppress(Unavailable):  # as `outrider edge --server` asks again
             engine = await load_probe_engine(VerifierConfig(engine="probes", target_url=url, draft_here="off"))

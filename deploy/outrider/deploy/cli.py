@@ -188,6 +188,7 @@ def _run(given: Given) -> int:
             raise
         on_edge = given.command in ON_EDGES or (given.command == "run" and given.values["coordinator"])
         extra = "jobs" if given.command == "submit" else "edge" if on_edge else "all"
+        extra = "server" if given.values.get("server") else extra
         raise ConfigError(lacking(extra, error.name)) from error
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,19 +43,6 @@ class ListedChoice:
     token: int | None
     logp: float = math.nan
     wanted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-def choose_all(rows: Sequence[ListedRow], session: VerificationInput, vocab: int) -> list[ListedChoice]:
-    """Return the choices in a block's rows, up to the first that is open or is not the draft of its position."""
-    if session.sampling.has_penalties and session.counts is None:
-        session = replace(session, counts=TokenCounts(session.prompt_length, session.transcript))
-    choices: list[ListedChoice] = []
-    drafts: list[int | None] = [*token_ids(session.block), None]
-    for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-        choices.append(choose(row, session, j, vocab))
-        if choices[-1].token is None or choices[-1].token != draft:
-            break
-    return choices
 
 
 def choose(row: ListedRow, session: VerificationInput, j: int, vocab: int) -> ListedChoice:

@@ -100,12 +100,10 @@ class ProbeEngine(EngineCore):
         facts: TargetFacts,
         config: VerifierConfig,
         source: NoSource | None = None,
-        chat_template_json: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Decode by `server`, whose model has the tokenizer and the context of `facts`, and this chat template."""
+        """Decode by `server`, whose model has the tokenizer and the context of `facts`."""
         self.server = server
-        self.chat_template_json = chat_template_json
         self.target = ServedTarget(facts, config.max_sessions)
         self.requests = ProbePlan(block_size=server.facts.block_size, apart=server.facts.apart)
         rules = rules_of(config, facts)

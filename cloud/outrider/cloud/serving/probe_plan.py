@@ -47,9 +47,10 @@ class Times:
 
     def add(self, rows: int, seconds: float) -> None:
         self._newest.append((rows, seconds))
-        pairs = itertools.combinations(self._newest, 2)
-        slopes = [(there[1] - here[1]) / (there[0] - here[0]) for here, there in pairs if here[0] != there[0]]
-        self.row_s = max(0.0, statistics.median(slopes)) if slopes else self.row_s
+        if len({rows for rows, _ in self._newest}) > 1:
+            pairs = itertools.combinations(self._newest, 2)
+            slopes = [(there[1] - here[1]) / (there[0] - here[0]) for here, there in pairs if here[0] != there[0]]
+            self.row_s = max(0.0, statistics.median(slopes))
         self.base_s = max(0.0, statistics.median(took - self.row_s * rows for rows, took in self._newest))
 
     def seconds(self, rows: int) -> float:
@@ -106,7 +107,7 @@ class ProbePlan(Batching):
             if slot in self.probing:
                 continue
             if not slot.session.generated and self.usual.seen:
-                slot.session.received.acceptance.believe(self.usual.value)
+                slot.session.received.acceptance.expect(self.usual.value)
             drafts, streaming = self._drafts_to_probe(slot), slot in self.streaming
             ready_at = now if streaming else slot.session.ready_at(self._alone_s(slot), self.row_s)
             if ready_at > now:

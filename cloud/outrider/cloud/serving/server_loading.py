@@ -7,20 +7,23 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.cloud.models.family_index import first_line, template_json_of
+from outrider.cloud.models.family_index import eos_tokens, find_target, first_line, template_json_of
 from outrider.cloud.probes.canary import examine
 from outrider.cloud.probes.http_door import ServerAddress
 from outrider.cloud.probes.scoring import ServerFacts
 from outrider.cloud.serving.local_source import local_source
 from outrider.cloud.serving.probe_engine import ProbeEngine
 from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.verifier_config import PROBES, VerifierConfig
-from outrider.proto.errors import ConfigError, Internal
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import read_key
 from outrider.proto.plumbing.logs import about
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
@@ -30,32 +33,29 @@ _FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "confi
 log = logging.getLogger(__name__)
 
 
-async def load_probe_engine(config: VerifierConfig) -> ProbeEngine | None:
-    """Return an engine by the server of `config`, asked what it can do, and timed; None: this machine computes.
+async def load_probe_engine(config: VerifierConfig) -> ProbeEngine:
+    """Return an engine by the server of `config`, which is asked what it can do, and timed.
 
     Raises:
         Unavailable: nothing answers there.
         ConfigError: it is no server that can score tokens, or a setting is missing; the field is named.
     """
-    if config.engine != PROBES:
-        return None
-    tokens: ModelTokens | None = None
 
-    def vocab_of(root: str) -> int:
-        nonlocal tokens
-        tokens = ModelTokens.of(tokenizer_folder(config.target_tokenizer, root))
-        return tokens.vocab_size
+    @cache
+    def tokens_of(root: str) -> ModelTokens:
+        return ModelTokens.of(tokenizer_folder(config.target_tokenizer, root))
 
-    address = ServerAddress(config.target_url, api_key=_key(config.target_key_file), ca=config.target_ca)
-    server = await examine(address, config.target_model, vocab_of)
+    path = config.target_key_file
+    key = os.environ.get(KEY_VARIABLE, "").strip() if path is None else read_key(path, "target_key_file")
+    address = ServerAddress(config.target_url, api_key=key, ca=config.target_ca)
+    server = await examine(address, config.target_model, lambda root: tokens_of(root).vocab_size)
     try:
-        if tokens is None:
-            raise Internal("a server was examined without its tokens")
         for flag in server.facts.lacking:
             log.warning("the server at %s lacks %s", config.target_url, flag, extra=about(verifier=config.name))
-        config, facts = replace(config, target_model=server.facts.model), tokens.facts(server.facts)
-        template = template_json_of(str(tokens.folder))
-        engine = ProbeEngine(server, facts, config, local_source(config, facts), template)
+        facts = tokens_of(server.facts.root).facts(server.facts)
+        engine = ProbeEngine(
+            server, facts, replace(config, target_model=server.facts.model), local_source(config, facts)
+        )
         await engine.measure()
     except BaseException:
         await server.close()
@@ -64,19 +64,6 @@ async def load_probe_engine(config: VerifierConfig) -> ProbeEngine | None:
     stream_s, probe_s = engine.requests.tokens.seconds(1), engine.requests.probes.seconds(9)
     log.info(line, server.facts.kind, config.target_url, engine.rules.model, 1e3 * stream_s, 1e3 * probe_s)
     return engine
-
-
-def _key(path: Path | None) -> str:
-    """Return the server's API key, from a file or else the environment; empty: it asks for none."""
-    if path is None:
-        return os.environ.get(KEY_VARIABLE, "").strip()
-    try:
-        key = path.expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {first_line(error)}", field="target_key_file") from error
-    if not key:
-        raise ConfigError(f"{path} is empty", field="target_key_file")
-    return key
 
 
 def tokenizer_folder(given: Path | None, root: str) -> Path:
@@ -102,6 +89,7 @@ def tokenizer_folder(given: Path | None, root: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        find_target(root)  # one quick question, where the hub may be out of reach
         return Path(snapshot_download(root, allow_patterns=list(_FILES)))
     except Exception as error:  # whatever the HTTP library of this release of the hub's raises
         why = f"is missing, and the hub does not give {root}: {first_line(error)}; {remedy}"
@@ -128,16 +116,18 @@ class ModelTokens:
             raise ConfigError(message, field="tokenizer") from error
         config = _read(folder / "config.json")
         config = config.get("text_config", config)
-        eos = _read(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-        if eos is None:
+        files = (_read(folder / "generation_config.json"), config)
+        eos = eos_tokens(*(SimpleNamespace(eos_token_id=file.get("eos_token_id")) for file in files))
+        if not eos:
             named = _read(folder / "tokenizer_config.json").get("eos_token")
             text = named.get("content") if isinstance(named, Mapping) else named
-            eos = tokenizer.token_to_id(text) if isinstance(text, str) else None
-        if eos is None:
+            token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            eos = frozenset(() if token is None else (token,))
+        if not eos:
             message = f"{folder} does not say which token ends a text: add the model's generation_config.json"
             raise ConfigError(message, field="tokenizer")
         vocab = max(max(tokenizer.get_vocab().values()) + 1, int(config.get("vocab_size", 0)))
-        return cls(folder, tokenizer_json, vocab, frozenset([eos] if isinstance(eos, int) else eos))
+        return cls(folder, tokenizer_json, vocab, eos)
 
     def facts(self, server: ServerFacts) -> TargetFacts:
         """Return the facts of the target that `server` computes."""
@@ -151,6 +141,8 @@ class ModelTokens:
             num_layers=0,
             device=None,
             precision=f"{server.kind}, {server.root or server.model}",
+            server=server.words,
+            chat_template_json=template_json_of(str(self.folder)),
         )
 
 

@@ -184,13 +184,15 @@ def _node_is_draining() -> bool:
 async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
     from outrider.cloud.serving.server_loading import load_probe_engine
     from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import PROBES
 
     sink = None
     if config.learn:
         from outrider.cloud.learning.trainer_actor import TrainerLink
 
         sink = TrainerLink(config.model_id)
-    server = VerifierServer(config, lease_secret, on_failure, sink, await load_probe_engine(config))
+    engine = await load_probe_engine(config) if config.engine == PROBES else None
+    server = VerifierServer(config, lease_secret, on_failure, sink, engine)
     await server.start()
     return server
 

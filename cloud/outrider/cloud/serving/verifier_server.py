@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2_grpc
 
 from outrider.cloud.models.family_index import chat_template_json
 from outrider.cloud.serving.decode_streams import DecodeStreams
-from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
@@ -36,6 +35,7 @@ from outrider.proto.rpc_errors import to_status
 
 if TYPE_CHECKING:
     from outrider.cloud.learning.lessons import LessonSink
+    from outrider.cloud.serving.engine import Engine
     from outrider.cloud.serving.probe_engine import ProbeEngine
 
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
@@ -148,9 +148,8 @@ class VerifierServer:
     @property
     def chat_template_json(self) -> str:
         """The target's chat template, as `models.family_index.chat_template_json` writes it; empty: it has none."""
-        if isinstance(self._engine, Engine):
-            return chat_template_json(self._config.target)
-        return self._engine.chat_template_json
+        facts = self._engine.backend.facts
+        return facts.chat_template_json if facts.server else chat_template_json(self._config.target)
 
     @property
     def metrics_address(self) -> str:
@@ -186,7 +185,7 @@ class VerifierServer:
             guarantee=self.rules.guarantee.name.lower(),
             precision=self.rules.precision,
             context_length=self.rules.context_length,
-            server="" if isinstance(self._engine, Engine) else self._engine.server.facts.words,
+            server=self._engine.backend.facts.server,
             drafter_here=self._engine.metrics.drafter_here,
             committed_tokens=counts.committed_tokens,
             drafted_here=counts.drafted_here,

@@ -63,6 +63,8 @@ class TargetFacts:
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
         precision: what decides its rounding, as `precision_of` writes it.
         verifies_branches: whether steps verify branches beside a block; else they are never given any.
+        server: the server that computes, and what it lacks; empty: this process does.
+        chat_template_json: as `models.family_index` writes it, where no folder of a target has it.
     """
 
     tokenizer_json: str
@@ -77,6 +79,8 @@ class TargetFacts:
     precision: str = ""
     scores_prompts: bool = False
     verifies_branches: bool = False
+    server: str = ""
+    chat_template_json: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.deploy.arguments import Command, Part, part, read_text
+from outrider.deploy.arguments import Command, Part, part
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.edge_config import CONNECTION, DRAFTING, SHARING, EdgeConfig
 from outrider.proto.address import http_url
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.files import cache_folder
+from outrider.proto.plumbing.files import cache_folder, read_text
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, between, option
 from outrider.proto.types import Grammar, GrammarKind, Sampling
@@ -108,6 +108,12 @@ class ServerSettings(Settings):
     server_model: str = option("", "with --server: its name of the model; empty: the only one", metavar="NAME")
     server_key_file: Path | None = option(None, "with --server: its API key; not set: OUTRIDER_TARGET_KEY")
     server_ca: Path | None = option(None, "with --server: certificate of its authority; not set: the public ones")
+
+    def check_together(self) -> None:
+        """Refuse what belongs to a server where none is given."""
+        for name in ("server_model", "server_key_file", "server_ca"):
+            if getattr(self, name) and not self.server:
+                raise ConfigError("needs --server; give both", field=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from outrider.cloud.verifier_config import PROBES, VerifierConfig
 from outrider.deploy.commands.edge_options import ServerSettings
 from outrider.deploy.process.progress import waiting
 from outrider.edge.chat.rendering import TemplateProcess
-from outrider.proto.errors import ConfigError, Internal, Unavailable
+from outrider.proto.errors import ConfigError, InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
     from outrider.cloud.serving.probe_engine import ProbeEngine
@@ -71,14 +71,12 @@ async def verifier_here(
                     logger.warning("%s", error.message)
                 said = error.message
                 await asyncio.sleep(AGAIN_S)
-    if engine is None:
-        raise Internal("a server was given, and no engine asks it")
-    if not await _renders_alike(engine):
-        line = "%s renders chats by another template than that of its tokenizer; give its file by --chat-template"
-        logger.warning(line, config.target_url)
     server = VerifierServer(config, engine=engine)
     address = await server.start()
     try:
+        if not await _renders_alike(engine):
+            line = "%s renders chats by another template than that of its tokenizer; give its file by --chat-template"
+            logger.warning(line, config.target_url)
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
             files = {"tokenizer": server.tokenizer_json, "chat_template": server.chat_template_json}
             paths = {name: Path(folder) / f"{name}.json" for name, text in files.items() if text}
@@ -92,13 +90,18 @@ async def verifier_here(
 
 async def _renders_alike(engine: ProbeEngine) -> bool:
     """Return whether a chat has the same tokens here and at the server, as far as that tells."""
-    there = await engine.server.chat(CHAT)
-    process = await TemplateProcess.of(engine.chat_template_json) if there else None
+    there, facts = await engine.server.chat(CHAT), engine.target.facts
+    if not there:
+        return True
+    try:
+        process = await TemplateProcess.of(facts.chat_template_json)
+    except InvalidArgument:
+        return True  # the daemon says that chats are refused, and why
     if process is None:
-        return not there
+        return False
     try:
         text = await process.render(CHAT, add_generation_prompt=True)
     finally:
         await process.close()
-    here = Tokenizer.from_str(engine.target.facts.tokenizer_json).encode(text, add_special_tokens=False).ids
+    here = Tokenizer.from_str(facts.tokenizer_json).encode(text, add_special_tokens=False).ids
     return here == list(there)

@@ -14,7 +14,7 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.models.family_index import find_target
 from outrider.cloud.verifier_config import AUTO, PROBES, VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.deploy.arguments import Given, read_text, split_pair
+from outrider.deploy.arguments import Given, split_pair
 from outrider.deploy.commands.serving_options import (
     ActorSettings,
     ConditionSettings,
@@ -32,6 +32,7 @@ from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.address import is_local_address, is_loopback, join_address, split_address
 from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.plumbing.files import read_text
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.tokenizer import tokenizer_hash
@@ -221,7 +222,8 @@ def verifier(given: Given) -> int:
 
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
-    if config.engine != PROBES:
+    probes = config.engine == PROBES
+    if not probes:
         find_target(config.target)
     check_ports(config)
     failed = asyncio.Event()
@@ -233,11 +235,11 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         loop.call_soon_threadsafe(failed.set)
         end.start()  # the loop itself may stand still
 
-    with waiting(f"asking {config.target_url}" if config.engine == PROBES else f"loading the target {config.target}"):
+    with waiting(f"asking {config.target_url}" if probes else f"loading the target {config.target}"):
         from outrider.cloud.serving.server_loading import load_probe_engine
         from outrider.cloud.serving.verifier_server import VerifierServer
 
-        server = VerifierServer(config, secret, on_failure, engine=await load_probe_engine(config))
+        server = VerifierServer(config, secret, on_failure, engine=await load_probe_engine(config) if probes else None)
     address = await server.start()
     stop = set_when_asked_to_end()
     print(f"verifier {config.name} of {server.rules.model} on {address}", flush=True)
@@ -274,7 +276,7 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
     with waiting(f"loading the target {config.target}"):
         info = wait_until_loaded(config.name, actor)
-    print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
+    print(f"verifier {config.name} of {info['model']} on {info['address']}", flush=True)
     _print_metrics(config.name, info["metrics_address"])
     return 0
 

@@ -47,6 +47,11 @@ class Acceptance:
         self.hits = self.hits * _FADE + hit
         self.trials = self.trials * _FADE + 1
 
+    def expect(self, rate: float) -> None:
+        """Begin from the rate of other texts, worth no more than the prior; ignore it after the first trial here."""
+        if self.trials <= _PRIOR_TRIALS:
+            self.hits = rate * self.trials
+
     def believe(self, rate: float) -> None:
         """Begin from another edge's rate, worth a few trials; ignore it after the first trial here."""
         if self.trials <= _PRIOR_TRIALS:
