@@ -16,6 +16,7 @@ from outrider.proto.settings import REQUIRED, Settings, at_least, between, optio
 from outrider.proto.types import Goal
 
 PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
+PROBE_WORKS = ("edits", "open", "model", "bare")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -73,11 +74,19 @@ class RecordSettings(Settings):
 class ProbeSettings(LinkListSettings):
     """Texts of a stock vLLM server, and ways to them."""
 
-    repository: Path = option(REQUIRED, "git directory whose history has the edits", metavar="DIR")
+    works: tuple[str, ...] = listed(
+        PROBE_WORKS,
+        "edits with a prediction; prompts with nothing to draft from but themselves, with --drafter, with no drafter",
+        choices=PROBE_WORKS,
+    )
+    repository: Path | None = option(None, "git directory whose history has the edits", metavar="DIR")
     revision: str = option("HEAD", "commit to look for edits from, backwards")
-    target_folder: Path = option(REQUIRED, "folder of SmolLM2-135M-Instruct, as transformers saves it", metavar="DIR")
+    target_folder: Path = option(REQUIRED, "folder of the target, as transformers saves it", metavar="DIR")
     draft_model: Path | None = option(None, "folder of a draft model for vLLM; not set: none", metavar="DIR")
-    vllm_python: Path = option(Path(".venv-vllm/bin/python"), "Python that has vLLM's build for CPUs")
+    vllm_python: Path = option(Path(".venv-vllm/bin/python"), "Python that has vLLM")
+    vllm_flags: str = option("--dtype float32 --block-size 32 --max-model-len 2048", "flags of its server")
+    costs: tuple[int, ...] = listed((), "contexts at which probes are priced beside a token of the stream")
+    at_once: tuple[int, ...] = listed((1,), "texts at once that are priced", check=at_least(1))
     ways: tuple[str, ...] = listed(
         PROBE_WAYS,
         "plain stream, vLLM's own n-grams or draft model, our verifier in the edge or beside vLLM, our own target",
@@ -97,6 +106,8 @@ class ProbeSettings(LinkListSettings):
             raise ConfigError(f"lacks {PROBE_WAYS[0]}, with which the others are compared", field="ways")
         if "draft" in self.ways and self.draft_model is None:
             raise ConfigError("is missing; give a folder, or leave draft out of --ways", field="draft_model")
+        if "edits" in self.works and self.repository is None:
+            raise ConfigError("is missing; give a git directory, or leave edits out of --works", field="repository")
 
 
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))

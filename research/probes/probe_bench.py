@@ -23,14 +23,18 @@ from outrider.bench.links import BenchLink, links_of
 from outrider.bench.record import RECORD, Count, Metric, check_file, save
 from outrider.bench.table import Block, Grid, draw, number
 from outrider.cloud.models.family_index import load_tokenizer
+from outrider.cloud.serving.server_loading import ModelTokens
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import DOMAINS, choose_prompts
 from outrider.deploy.process.progress import say
 from outrider.proto.errors import OutriderError, Unavailable
 from research.probes.code_edits import ASK, code_edits
+from research.probes.probe_costs import HEADINGS as PRICE_HEADINGS
+from research.probes.probe_costs import LEGEND as PRICE_LEGEND
+from research.probes.probe_costs import Price, price_blocks, prices
 from research.probes.probe_doors import MODEL, Doors
-from research.research_settings import ProbeSettings
+from research.research_settings import PROBE_WORKS, ProbeSettings
 
 # Ways with their servers, in the order in which these run, and their names in the table.
 WAYS = {
@@ -42,7 +46,7 @@ WAYS = {
     "own": ("own", "ours, no vLLM"),
 }
 OURS = ("here", "beside", "own")
-EDITS, OPEN, MODELLED = "edits", "open", "open, model drafts"
+EDITS, OPEN, MODELLED, BARE = WORKS = PROBE_WORKS
 WARM_UP = "def area(width, height):\n    if width < 0:\n        raise ValueError(width)\n    return width * height\n"
 WARM_UP_TOKENS = 48
 HEADINGS = ("texts", "link", "way", "tok/s", "/ stream", "least", "first, ms", "equal")
@@ -78,12 +82,13 @@ class TextResult:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class ProbesRecord:
-    """All texts, and what went wrong by way; edits have the names of their commits."""
+    """All texts, what probes cost, and what went wrong by way; edits have the names of their commits."""
 
     environment: Environment
     vllm: str
     results: tuple[TextResult, ...]
     failures: Mapping[str, str]
+    prices: tuple[Price, ...] = ()
 
 
 class ProbeBench:
@@ -91,6 +96,7 @@ class ProbeBench:
 
     def __init__(self, options: ProbeSettings, tasks: Sequence[Task], tokenizer: Any, doors: Doors) -> None:
         self.results, self.failures, self.vllm = list[TextResult](), dict[str, str](), ""
+        self.prices = list[Price]()
         self._options, self._tasks, self._tokenizer, self._doors = options, tasks, tokenizer, doors
         self._plain = dict[str, str]()  # the plain stream's first text of each task
 
@@ -100,16 +106,26 @@ class ProbeBench:
             if ways := [way for way in WAYS if WAYS[way][0] == server and way in self._options.ways]:
                 with self._noting(ways):
                     async with self._doors.server(server) as address:
+                        if self._options.costs and server == "plain" and not self.prices:
+                            await self._price(f"http://{address}")
                         for link, way in product(links_of(self._options), ways):
                             await self._in_one_way(address, way, link)
 
     async def _in_one_way(self, server: str, way: str, link: BenchLink) -> None:
-        for work in (EDITS, OPEN, MODELLED) if way in OURS else (EDITS, OPEN):
-            began, drafter = time.monotonic(), self._options.drafter if work == MODELLED else "ngram"
+        works = self._options.works
+        if way not in OURS:  # these draft by themselves, or not at all
+            works = tuple(dict.fromkeys(EDITS if work == EDITS else OPEN for work in works))
+        for work in works:
+            began, drafter = time.monotonic(), {MODELLED: self._options.drafter, BARE: "none"}.get(work, "ngram")
             with self._noting([way]):
                 async with self._doors.door(way, server, link, drafter) as url, aiohttp.ClientSession() as http:
                     await self._batch(http, url, server, (work, way, link.label))
             say(f"{link.label}, {WAYS[way][1]}, {work}: {time.monotonic() - began:.0f} s")
+
+    async def _price(self, url: str) -> None:
+        options = self._options
+        vocab = ModelTokens.of(options.target_folder).vocab_size
+        self.prices = await prices(url, vocab, options.costs, options.at_once)
 
     @contextmanager
     def _noting(self, ways: Sequence[str]) -> Iterator[None]:
@@ -128,7 +144,7 @@ class ProbeBench:
                 if not (await answer.json())["success"]:
                     raise Unavailable("vLLM does not forget its cache")
         for task in self._tasks[1:]:
-            if task.work == work or (task.work, work) == (OPEN, MODELLED):
+            if task.work == (EDITS if work == EDITS else OPEN):
                 text, first_s, seconds = await written(http, url, way, task, self._options.max_tokens)
                 tokens = len(self._tokenizer.encode(text, add_special_tokens=False))
                 plain = self._plain.setdefault(task.name, text) if way == "stream" else self._plain.get(task.name)
@@ -163,7 +179,7 @@ async def written(
 def blocks_of(results: Sequence[TextResult]) -> Iterator[Block]:
     """Yield a block for each kind of texts over each link, with a row for each way; a text's speed is its median."""
     runs = dict[tuple[str, str], dict[str, dict[str, list[TextResult]]]]()
-    for each in sorted(results, key=lambda each: (each.work, list(WAYS).index(each.way))):
+    for each in sorted(results, key=lambda each: (WORKS.index(each.work), list(WAYS).index(each.way))):
         if each.tokens:
             here = runs.setdefault((each.work, each.link), {})
             here.setdefault(each.way, {}).setdefault(each.name, []).append(each)
@@ -173,7 +189,7 @@ def blocks_of(results: Sequence[TextResult]) -> Iterator[Block]:
         return {name: median(each.tokens / each.seconds for each in group) for name, group in texts.items()}
 
     for (work, link), ways in runs.items():
-        plain = speeds(OPEN if work == MODELLED else work, link, "stream")
+        plain = speeds(EDITS if work == EDITS else OPEN, link, "stream")
         block = list[Sequence[str]]()
         for way, texts in ways.items():
             speed, every = speeds(work, link, way), [each for group in texts.values() for each in group]
@@ -194,7 +210,8 @@ def tasks_of(options: ProbeSettings, tokenizer: Any) -> list[Task]:
         prediction = {"type": "content", "content": before}
         return Task(EDITS, name, prompt, {"messages": turns, "prediction": prediction})
 
-    edits = code_edits(options.repository, options.revision, options.texts)
+    wanted = options.texts if EDITS in options.works else 0
+    edits = code_edits(options.repository, options.revision, wanted) if options.repository else ()
     prompts = choose_prompts(options.prompts, -(-options.texts // len(DOMAINS)))[: options.texts]
     return [
         edit("warm-up", ASK.format(before=WARM_UP, subject="Check the height too"), WARM_UP),
@@ -213,12 +230,16 @@ def probes(given: Given) -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-probes-") as logs:
         bench = ProbeBench(options, tasks, tokenizer, Doors(options, Path(logs)))
         asyncio.run(bench.run())
-    Console(width=100, highlight=False).print(draw([Grid("", HEADINGS, 3, list(blocks_of(bench.results)))], LEGEND))
+    console = Console(width=100, highlight=False)
+    if bench.prices:
+        console.print(draw([Grid("", PRICE_HEADINGS, 1, list(price_blocks(bench.prices)))], PRICE_LEGEND))
+    console.print(draw([Grid("", HEADINGS, 3, list(blocks_of(bench.results)))], LEGEND))
     for way, why in bench.failures.items():
         print(f"{WAYS[way][1]}: {why}")
     if options.json is not None:
         verifier = VerifierConfig(target=str(options.target_folder))
         more = {"drafter_version": None, "drafter_threads": 1, "max_tokens": options.max_tokens, "seed": 0}
         made_in = environment(verifier, "float32", drafter=options.drafter, prompts=len(tasks) - 1, **more)
-        save(ProbesRecord(made_in, bench.vllm, tuple(bench.results), bench.failures), options.json)
+        record = ProbesRecord(made_in, bench.vllm, tuple(bench.results), bench.failures, tuple(bench.prices))
+        save(record, options.json)
     return 1 if bench.failures else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
 import sys
 import time
@@ -24,8 +25,8 @@ MODEL = "smollm2"  # in all requests, and the target of our own verifier
 HOST = "127.0.0.1"
 READY_S, POLL_S = 400.0, 0.1
 VLLM = (
-    f"-m vllm.entrypoints.openai.api_server --host {HOST} --served-model-name {MODEL} --dtype float32 "
-    "--max-model-len 2048 --block-size 32 --enable-scale-out --enable-prompt-tokens-details --max-logprobs -1 --model"
+    f"-m vllm.entrypoints.openai.api_server --host {HOST} --served-model-name {MODEL} "
+    "--enable-scale-out --enable-prompt-tokens-details --max-logprobs -1"
 )
 LOOKS_UP = {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4}
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 4}
@@ -50,8 +51,9 @@ class Doors:
         looks_up = LOOKS_UP | {"num_speculative_tokens": self.options.ngram_drafts}
         speculation = {"ngram": looks_up, "draft": DRAFTS | {"model": str(self.options.draft_model)}}.get(kind)
         words = ["--speculative-config", json.dumps(speculation)] if speculation else []
-        command, port = [str(self.options.vllm_python), *VLLM.split(), str(self.options.target_folder)], _free_port()
-        async with self._running("vllm", [*command, *words, "--port", str(port)], port):
+        words += [*shlex.split(self.options.vllm_flags), "--model", str(self.options.target_folder)]
+        command, port = [str(self.options.vllm_python), *VLLM.split(), *words], _free_port()
+        async with self._running("vllm", [*command, "--port", str(port)], port):
             yield f"{HOST}:{port}"
 
     @asynccontextmanager

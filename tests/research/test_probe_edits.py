@@ -205,7 +205,7 @@ def test_ratios_are_to_the_plain_stream_of_the_same_text_by_median_runs() -> Non
         ("open", "2 ms", "plain stream", "15.0", "1.00", "1.00", "450", "2 of 2"),
         ("open", "2 ms", "its n-grams", "20.0", "1.75", "0.50", "250", "3 of 4"),
     ]
-    assert modelled == [("open, model drafts", "2 ms", "ours, in the edge", "30.0", "1.50", "1.50", "200", "1 of 1")]
+    assert modelled == [("model", "2 ms", "ours, in the edge", "30.0", "1.50", "1.50", "200", "1 of 1")]
 
 
 def test_without_a_plain_stream_there_is_no_ratio() -> None:
