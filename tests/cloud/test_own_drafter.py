@@ -579,6 +579,8 @@ def test_auto_drafts_where_there_are_a_drafter_and_a_core(monkeypatch) -> None:
     source = local_source(config, FACTS)
     source.stop()
     assert local_source(replace(config, draft_here="off"), FACTS) is None
+    monkeypatch.setattr(own_drafter, "embedded_packages", tuple)
+    assert local_source(config, FACTS) is None, "no drafter is installed"
 
 
 def test_auto_does_without_a_named_drafter_of_another_tokenizer_and_says_so(monkeypatch, caplog) -> None:

@@ -22,7 +22,7 @@ from outrider.drafters import (
 )
 from outrider.drafters.packages import FAMILY, read_manifest
 from outrider.drafters.search import NGRAM
-from outrider.proto.errors import InvalidArgument, TokenizerMismatch
+from outrider.proto.errors import InvalidArgument, NotFound, TokenizerMismatch
 from outrider.proto.session import Drafted, DraftJob
 from outrider.proto.session.both_ends import LocalJob
 from outrider.proto.session.jobs import CATCH_UP
@@ -77,6 +77,8 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
 def _embedded_for(target: TargetFacts) -> str:
     """Return the name of the first embedded drafter that reads the target's tokens, or else of the first of all."""
     names = embedded_packages()
+    if not names:
+        raise NotFound("no drafter is installed here", field="draft_with")
     fitting = (name for name in names if read_manifest(FAMILY / name).tokenizer_sha256 == target.tokenizer_sha256)
     return next(fitting, names[0])
 
