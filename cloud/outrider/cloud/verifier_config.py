@@ -112,7 +112,11 @@ class VerifierConfig(GrpcServerSettings):
         False, "share no computed prompts and texts between the sessions of an API key", group=SERVING
     )
     max_sessions: int = option(32, "limit of sessions at once", group=SERVING, check=at_least(1))
-    max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
+    max_drafts: int | None = option(
+        None,
+        "limit of drafts verified in one step of a session; not set: 16, and 32 with --engine probes",
+        check=at_least(1),
+    )
     max_credit: int = option(64, "limit of unverified tokens of a session", check=at_least(1))
     max_gap_s: float = option(
         0.05,
@@ -266,6 +270,11 @@ class VerifierConfig(GrpcServerSettings):
     def torch_threads(self) -> int:
         """Torch threads on the CPU: those asked for, else one core fewer than there are."""
         return self.threads or computing_cores()
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts that one step of a session verifies."""
+        return self.max_drafts or (32 if self.engine == PROBES else 16)
 
     @property
     def model_id(self) -> str:

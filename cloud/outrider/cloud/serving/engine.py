@@ -445,7 +445,7 @@ def rules_of(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         vocab_size=target.vocab_size,
         context_length=target.context_length,
         eos_tokens=target.eos_tokens,
-        max_drafts=config.max_drafts,
+        max_drafts=config.most_drafts,
         max_credit=config.max_credit,
         patience=config.patience,
         goal=config.goal,

@@ -41,7 +41,7 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
         if config.dtype == AUTO:
             config = replace(config, dtype=chosen_dtype(source, config.quantization))
         options = engine_options(config, source, shape)
-        core = VllmCore(config.max_drafts, options)
+        core = VllmCore(config.most_drafts, options)
     except OutriderError:
         raise
     except Exception as error:  # vLLM raises anything, and where its workers fail, their errors' text alone
@@ -83,7 +83,7 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
         "distributed_executor_backend": "ray" if config.across_nodes else "mp" if config.tensor_parallel > 1 else "uni",
         "max_model_len": context,
         "max_num_seqs": requests,
-        "max_num_batched_tokens": MAX_PREFILL_ROWS + requests * (config.max_drafts + 1),
+        "max_num_batched_tokens": MAX_PREFILL_ROWS + requests * (config.most_drafts + 1),
         "block_size": page_size,
         "enable_prefix_caching": True,
         "disable_hybrid_kv_cache_manager": True,  # pages of one kind, which a rollback leaves valid
