@@ -293,10 +293,14 @@ class ScoringDouble:
         return {"token_id": token, "logprob": found[token], "rank": 1, "top_logprobs": top}
 
     def _streamed_rows(self, text: tuple[int, ...], token: int, settings: Json) -> Json:
+        if settings.get("logprobs") is None:
+            return {"token_ids": [token], "logprobs": None}
         return {"token_ids": [token], "logprobs": {"content": [self._content(text, token, settings["logprobs"])]}}
 
     def _streamed_prompts(self, text: tuple[int, ...], token: int, settings: Json) -> Json:
         names = settings.get("logprob_token_ids")
+        if not names and settings.get("logprobs") is None:
+            return {"token_ids": [token], "logprobs": None}
         if names:
             found = {id_: max(float(self.logp(text)[id_]), -9999.0) for id_ in (token, *names)}
         else:

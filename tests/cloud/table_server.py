@@ -91,10 +91,10 @@ class TableServer:
         for _ in range(max_tokens):
             await asyncio.sleep(self.step_s)
             self._fail()
-            row = self._row(written, width)
+            row = self._row(written, max(1, width))
             written.append(int(row.tokens[0]))
             self.streamed += 1
-            yield StreamedToken(written[-1], row)
+            yield StreamedToken(written[-1], row if width else None)
             if written[-1] in ends:
                 return
 

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from small_verifier import Alternation, AtOnce
 from table_server import CONTEXT, FACTS, VOCAB, TableServer, away, text_of
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
+from outrider.cloud.probes.scoring import Probe
 from outrider.cloud.serving.probe_engine import ProbeEngine
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import ConfigError, Internal, InvalidArgument, OutriderError, Unavailable
+from outrider.proto.session.verifier import Verified
 from outrider.proto.types import (
     Cancel,
     Commit,
@@ -177,6 +180,44 @@ async def test_drafts_that_hold_are_probed_and_useless_ones_leave_the_stream_alo
         assert ids(text) == ids(text_of(PROMPT, GREEDY, EOS))
         assert server.probes - probes <= 12
         assert (server.streamed - streamed < 12) is pays
+
+
+class Pausing(TableServer):
+    """Its first probe of drafts for a text takes half a second more."""
+
+    paused = False
+
+    async def probe(self, text: Sequence[int], drafts: Sequence[int], *how: Any, **named: Any) -> Probe:
+        """Rows of the table."""
+        if len(PROMPT) < len(text) < 16 and drafts and not self.paused:
+            self.paused = True
+            await asyncio.sleep(0.5)
+        return await super().probe(text, drafts, *how, **named)
+
+
+async def test_a_pause_of_the_server_is_no_price_of_rows() -> None:
+    """An edge learns from these times what a row costs, and drafts little where it is dear."""
+    verified, server = list[Verified](), Pausing(step_s=0.02, row_s=1e-3)
+    async with Bench(server) as bench:
+        note = bench.engine._note
+        bench.engine._note = lambda slot, each, timing: (verified.append(each), note(slot, each, timing))  # type: ignore
+        await bench.text(SETTINGS["T 1"], always(12))
+    assert server.paused
+    assert max(each.verify_s for each in verified) < 0.3
+    assert max(each.queue_s for each in verified) > 0.3
+
+
+@pytest.mark.parametrize(("logp", "rows"), [(False, 0), (True, 1)])
+async def test_a_stream_has_rows_where_the_edge_wants_log_probabilities(logp: bool, rows: int) -> None:
+    asked, server = list[int](), TableServer()
+    stream = server.stream
+    server.stream = lambda *how: (asked.append(how[3]), stream(*how))[1]  # type: ignore[method-assign]
+    async with Bench(server) as bench:
+        asked.clear()
+        text, _ = await bench.text(GREEDY, logp=logp)
+    assert ids(text) == ids(text_of(PROMPT, GREEDY, EOS))
+    assert set(asked) == {rows}
+    assert all((token.logp is not None) == logp for token in text)
 
 
 async def test_a_text_begins_from_its_edges_hits_or_else_from_those_of_the_texts_before() -> None:

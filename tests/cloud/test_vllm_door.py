@@ -94,15 +94,15 @@ async def test_rows_that_v1_never_wrote_would_fail_these_tests() -> None:
         await server.close()
 
 
-async def test_rows_that_json_cannot_say_are_asked_for_alone() -> None:
+async def test_rows_that_json_cannot_say_are_asked_for_once_more_and_then_without_the_cache() -> None:
     async with ScoringDouble() as double:
         server = await ready(double)
         await server.probe(TEXT, (), 3)
-        for unsayable, lost in ((1, 0), (2, 5)):  # once more first: other memory may hold numbers
+        for unsayable, cached in ((1, True), (2, False)):  # once more first: other memory may hold numbers
             double.nan = unsayable
             probe = await server.probe(TEXT, DRAFTS, 3)
             check(double, probe, 3)
-            assert (double.nan, probe.lost) == (0, lost)
+            assert (double.nan, probe.lost, bool(probe.cached_tokens)) == (0, 0, cached)
         await server.close()
 
 

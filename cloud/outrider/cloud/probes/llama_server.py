@@ -81,16 +81,17 @@ async def examine_llama(door: HttpDoor, model: str, vocab_of: Callable[[str], in
 async def _repeats(server: LlamaServer, text: Ids) -> bool:
     """Whether a text's rows come again alike by a probe, and beside other texts."""
 
-    async def write(first: int) -> list[StreamedToken]:
-        return [each async for each in server.stream([first, *text], TEXT_TOKENS, frozenset(), 2)]
+    async def write(first: int) -> list[ListedRow]:
+        told = server.stream([first, *text], TEXT_TOKENS, frozenset(), 2)
+        return [each.row async for each in told if each.row is not None]
 
     alone = await write(text[0])
-    probe = await server.probe([text[0], *text], [each.token for each in alone[:-1]], 2)
+    probe = await server.probe([text[0], *text], [int(row.tokens[0]) for row in alone[:-1]], 2)
     beside = (await asyncio.gather(*(write(token) for token in text[:4])))[0]
     return all(
-        each.row.tokens[0] == row.tokens[0] and abs(each.row.logp[0] - row.logp[0]) < SAME_LOGP
-        for rows in (probe.rows, [each.row for each in beside])
-        for each, row in zip(alone, rows, strict=True)
+        mine.tokens[0] == row.tokens[0] and abs(mine.logp[0] - row.logp[0]) < SAME_LOGP
+        for rows in (probe.rows, beside)
+        for mine, row in zip(alone, rows, strict=True)
     )
 
 
@@ -112,7 +113,7 @@ class LlamaServer:
         answers = await self.answers(prompts, width)
         with understood():
             cached = min(answer["timings/cache_n"] for answer in answers)
-            return Probe(tuple(self._token(answer).row for answer in answers), cached)
+            return Probe(tuple(self._told(answer)[1] for answer in answers), cached)
 
     async def name(self, *_: Any, **__: Any) -> Mapping[int, float]:
         """Refuse: rows of the whole vocabulary are what this server has instead."""
@@ -124,7 +125,7 @@ class LlamaServer:
         goal = min(len(text) + max_tokens, self.facts.context_length)
         while len(written) < goal and not (len(written) > len(text) and written[-1] in ends):
             before = len(written)
-            body = self._body(written, goal - before, width) | {"stream": True}
+            body = self._body(written, goal - before, max(1, width)) | {"stream": True}
             await self._be_sure()
             async with aclosing(self.door.stream("/completion", body, tokens=before)) as events:
                 async for event in events:
@@ -132,14 +133,14 @@ class LlamaServer:
                         raise Unavailable(f"the server broke off a text: {event['error']}", field="target_url")
                     with understood():
                         left_out = event.get("tokens_predicted") != len(written) - before + 1
-                        each = None if left_out else self._token(event)
+                        each = None if left_out else StreamedToken(*self._told(event))
                     if each is None:  # one or more that ended within a character, or the text has ended
                         break
                     written.append(each.token)
                     yield each
                     if each.token in ends or len(written) == goal:
                         return
-            (row,) = (await self.probe(written, (), width)).rows
+            (row,) = (await self.probe(written, (), max(1, width))).rows
             written.append(int(row.tokens[0]))
             yield StreamedToken(written[-1], row)
 
@@ -184,7 +185,7 @@ class LlamaServer:
         path = (await self.door.ask("/props")).get("model_path")
         return "" if path == self.facts.root else f"it is {path!r} now"
 
-    def _token(self, answer: Json) -> StreamedToken:
+    def _told(self, answer: Json) -> tuple[int, ListedRow]:
         (told,) = answer["completion_probabilities"]
         logp = {each["id"]: math.nan if each["logprob"] is None else each["logprob"] for each in told["top_logprobs"]}
-        return StreamedToken(told["id"], ListedRow.of_float32(logp, self.facts.max_list))
+        return told["id"], ListedRow.of_float32(logp, self.facts.max_list)

@@ -78,10 +78,10 @@ class Probe:
 
 
 class StreamedToken(NamedTuple):
-    """One token of the server's own greedy text, and its row."""
+    """One token of the server's own greedy text, and its row; None: it was not asked for."""
 
     token: int
-    row: ListedRow
+    row: ListedRow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,10 @@ class ScoringServer(Protocol):
     def stream(
         self, text: Sequence[int], max_tokens: int, ends: frozenset[int], width: int, salt: str = ""
     ) -> AsyncGenerator[StreamedToken, None]:
-        """Yield the server's own greedy tokens after `text`, as they come, until one of `ends` or `max_tokens`."""
+        """Yield the server's own greedy tokens after `text`, as they come, until one of `ends` or `max_tokens`.
+
+        With a `width` of 0 rows are not asked for: they cost a server a few hundredths of each token.
+        """
 
     async def chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
         """Return the tokens that the server makes of a chat, up to where an answer begins; none: it does not tell."""

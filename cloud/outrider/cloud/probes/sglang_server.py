@@ -101,7 +101,7 @@ class SglangServer:
     async def stream(self, text: Ids, max_tokens: int, ends: frozenset[int], width: int, salt: str = "") -> Told:
         """Yield the server's own greedy tokens after `text`; to close the generator ends the request."""
         goal = min(max_tokens, self.facts.context_length - len(text))
-        body = self._body(text, goal, width, salt) | {"stream": True}
+        body = self._body(text, goal, max(1, width), salt) | {"stream": True}
         done = 0
         await self._be_sure()
         async with aclosing(self.door.stream("/generate", body, tokens=len(text))) as events:

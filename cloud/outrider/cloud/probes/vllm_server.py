@@ -86,11 +86,11 @@ class VllmServer:
         self, text: Sequence[int], max_tokens: int, ends: frozenset[int], width: int, salt: str = ""
     ) -> AsyncGenerator[StreamedToken, None]:
         """Yield the server's own greedy tokens after `text`; to close the generator ends the request."""
-        path, written, width, over = self._path, list(text), max(1, width), False
+        path, written, over = self._path, list(text), False
         goal = min(len(text) + max_tokens, self.facts.context_length)
         while len(written) < goal and not over:
             before, finish = len(written), ""
-            settings = {"max_tokens": goal - before, "stop_token_ids": sorted(ends), "logprobs": width}
+            settings = {"max_tokens": goal - before, "stop_token_ids": sorted(ends), "logprobs": width or None}
             body = self._body(path, [written], settings, salt) | {"stream": True}
             await self._be_sure()
             events = self.door.stream(path, body, tokens=before, headers=self._headers(text, salt))
@@ -101,10 +101,10 @@ class VllmServer:
                             raise Unavailable(f"the server broke off a text: {event['error']}", field="target_url")
                         (choice,) = event["choices"]
                         tokens, finish = choice["token_ids"], choice["finish_reason"]
-                        rows = self._sampled(choice["logprobs"], width) if tokens else []
-                    for token, row in zip(tokens, rows, strict=True):
+                        told = self._sampled(choice["logprobs"], width) if tokens and width else [None] * len(tokens)
+                    for token, row in zip(tokens, told, strict=True):
                         if not over:
-                            found = row or await self._row(written, width, salt)
+                            found = row or await self._row(written, width, salt) if width else None
                             written.append(token)
                             over = token in ends or len(written) == goal
                             yield StreamedToken(token, found)
@@ -151,17 +151,16 @@ class VllmServer:
             longest = max(map(len, named))
             settings["prompt_logprob_token_ids"] = [[*ids, *[-1] * (longest - len(ids))] for ids in named]
             settings["prompt_logprob_start"] = len(prefixes[0]) - 1
-        if wanted:
-            settings |= {"prompt_logprobs": width, "skip_reading_prefix_cache": False}
-        for again in (True, False):  # other memory may hold numbers
+        for skip in (False, False, True):  # other memory may hold numbers; without the cache all rows are written
+            reading: Json = {"prompt_logprobs": width, "skip_reading_prefix_cache": skip} if wanted else {}
             try:
-                answer = await self._ask(ROWS, [tokens], settings, salt)
+                answer = await self._ask(ROWS, [tokens], settings | reading, salt)
                 break
             except Refusal as refusal:
                 if NOT_JSON not in refusal.message:
                     raise
-                if not again:
-                    return [None] * count, None, None
+        else:
+            return [None] * count, None, None
         with understood():
             scored, cached = (answer.get("prompt_logprobs") or [])[1:], cached_tokens(answer)
             scores = answer.get("prompt_token_id_logprobs")

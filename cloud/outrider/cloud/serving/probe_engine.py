@@ -269,8 +269,11 @@ class ProbeEngine(EngineCore):
             session.cached_tokens = min(probe.cached_tokens or 0, len(text) - 1)  # of drafts some may be, too
         elif not probe.lost:
             self.requests.time_probe(self.requests.rows(len(text), len(block)), answered - began)
-        queued_s = max(0.0, began - slot.ready_since)
-        verified = Verified(block, tuple(tokens), queued_s, now - began)
+        # The edge learns what rows cost from this time; rows that were lost, or a pause, are no price.
+        took = now - began
+        verify_s = min(took, self.requests.probes.seconds(self.requests.rows(len(text), len(block))) or took)
+        queued_s = max(0.0, began - slot.ready_since) + took - verify_s
+        verified = Verified(block, tuple(tokens), queued_s, verify_s)
         self._take(self.inbox.take_drafts())
         self._note(slot, verified, StepTiming(1, len(probe.rows), answered - began, now - answered, 0.0))
 
@@ -327,9 +330,8 @@ class ProbeEngine(EngineCore):
         sampling, asked = session.sampling, self._clock()
         left, top = sampling.max_tokens - session.generated, session.top_logprobs if session.logprobs else 0
         began, read = asked, slot.handle.length > 0
-        stream = self.server.stream(
-            list(session.transcript), left, self._ends(session), max(1, top), slot.owner.isolation
-        )
+        width = max(1, top) if session.wants_logp or session.logprobs else 0
+        stream = self.server.stream(list(session.transcript), left, self._ends(session), width, slot.owner.isolation)
         async with aclosing(stream) as answers:
             async for token, row in answers:
                 now = self._clock()
@@ -337,8 +339,9 @@ class ProbeEngine(EngineCore):
                     self.requests.time_token(now - began)
                 elif read:
                     self.requests.firsts.add(1, now - began)
-                said = facts_of(row, token, top)
-                committed = CommittedToken(token, said.logprob, said if session.logprobs else None)
+                said = facts_of(row, token, top) if row is not None else None
+                logp = said.logprob if said is not None else None
+                committed = CommittedToken(token, logp, said if session.logprobs else None)
                 verified = Verified((), (committed,), 0.0, now - began)
                 self._note(slot, verified, StepTiming(1, 1, now - began, 0.0, 0.0))
                 if slot.backlogged or not self._goes_on(slot, session):

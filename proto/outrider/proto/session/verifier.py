@@ -135,6 +135,7 @@ class VerifierSession:
         report: newest report of the edge; `drafting`: whether it drafts.
         ready_since: time from which the next step could begin, in seconds.
         pays: whether the edge's drafts are worth their while.
+        wants_logp: whether commits have log probabilities.
         branches: branches that the step of the newest block verifies beside it.
     """
 
@@ -168,7 +169,7 @@ class VerifierSession:
         self.learning = frame.learning
         self.logprobs, self.top_logprobs = frame.logprobs, frame.top_logprobs
         self.prompt_logprobs, self.prompt_logprobs_from = frame.prompt_logprobs, max(1, frame.prompt_logprobs_from)
-        self._rules, self._wants_logp = rules, frame.logp
+        self._rules, self.wants_logp = rules, frame.logp
         self._resumed = len(frame.committed)
         self.received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
         self.ends: BothEnds | None = None
@@ -475,7 +476,7 @@ class VerifierSession:
         cached_tokens, self.cached_tokens = self.cached_tokens, 0
         return Commit(
             start=start,
-            tokens=tokens if self._wants_logp else tuple([token._replace(logp=None) for token in tokens]),
+            tokens=tokens if self.wants_logp else tuple([token._replace(logp=None) for token in tokens]),
             accepted=accepted,
             credit=self.credit,
             reward=verified.reward,
