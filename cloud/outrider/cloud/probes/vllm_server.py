@@ -60,9 +60,7 @@ class VllmServer:
         prefixes = [[*text, *drafts[:place]] for place in range(len(drafts) + 1)]
         rows, cached, names = await self._answer(prefixes, width, named, salt)
         lost = [place for place, row in enumerate(rows) if row is None]
-        asked = await asyncio.gather(*(self._row(prefixes[place], width, salt) for place in lost))
-        again = dict(zip(lost, asked, strict=True))
-        found = [row or again[place] for place, row in enumerate(rows)]
+        found = [row for row in rows if row is not None] if not lost else await self._again(prefixes, rows, width, salt)
         if named:  # vLLM drops the names of all rows where the first was cached
             names = names or await asyncio.gather(
                 *(self.name(*each, salt) for each in zip(prefixes, named, strict=True))
@@ -104,7 +102,7 @@ class VllmServer:
                         told = self._sampled(choice["logprobs"], width) if tokens and width else [None] * len(tokens)
                     for token, row in zip(tokens, told, strict=True):
                         if not over:
-                            found = row or await self._row(written, width, salt) if width else None
+                            found = row or (await self._rows([written], width, salt))[0] if width else None
                             written.append(token)
                             over = token in ends or len(written) == goal
                             yield StreamedToken(token, found)
@@ -125,16 +123,44 @@ class VllmServer:
         """Close the connections."""
         await self.door.close()
 
-    async def _row(self, text: Sequence[int], width: int, salt: str) -> ListedRow:
-        """Return the row after `text` by a request of its own."""
-        for _ in range(TRIES):
-            rows, *_ = await self._answer([text], width, (), salt)
-            if rows[0] is not None:
-                return rows[0]
+    async def _again(
+        self, prefixes: Sequence[Sequence[int]], rows: Sequence[ListedRow | None], width: int, salt: str
+    ) -> list[ListedRow]:
+        """Return the rows, of which those that are None are asked for again.
+
+        A text that ends within a block of the cache is read from the block's beginning, so one request brings all rows
+        of a block.
+        """
+        ends = dict[int, list[int]]()
+        for place, row in enumerate(rows):
+            if row is None:
+                position = len(prefixes[place]) - 1
+                ends.setdefault(position // (self.facts.block_size or 1), []).append(place)
+        spans = [(places[0], places[-1] + 1) for places in ends.values()]
+        asked = await asyncio.gather(*(self._rows(prefixes[first:last], width, salt) for first, last in spans))
+        again = {
+            first + i: row for (first, _), of_block in zip(spans, asked, strict=True) for i, row in enumerate(of_block)
+        }
+        return [row or again[place] for place, row in enumerate(rows)]
+
+    async def _rows(self, prefixes: Sequence[Sequence[int]], width: int, salt: str) -> list[ListedRow]:
+        """Return the rows after prefixes of one block, by a request of their own."""
+        for again in range(1, TRIES + 1):  # wider rows lie in other memory; without the cache all are written
+            wider = min(width + 3 * again, self.facts.max_list)
+            rows, *_ = await self._answer(prefixes, wider, (), salt, skip=again == TRIES)
+            found = [row for row in rows if row is not None]
+            if len(found) == len(prefixes):
+                return found
         raise FloatingPointError("the server's log probabilities are no numbers")
 
     async def _answer(
-        self, prefixes: Sequence[Sequence[int]], width: int, named: Sequence[Sequence[int]], salt: str
+        self,
+        prefixes: Sequence[Sequence[int]],
+        width: int,
+        named: Sequence[Sequence[int]],
+        salt: str,
+        *,
+        skip: bool = False,
     ) -> Answer:
         """Return the rows after each prefix, of which each but the first is a draft longer; None: the row is lost."""
         count, tokens = len(prefixes), list(prefixes[-1])
@@ -151,22 +177,20 @@ class VllmServer:
             longest = max(map(len, named))
             settings["prompt_logprob_token_ids"] = [[*ids, *[-1] * (longest - len(ids))] for ids in named]
             settings["prompt_logprob_start"] = len(prefixes[0]) - 1
-        for skip in (False, False, True):  # other memory may hold numbers; without the cache all rows are written
-            reading: Json = {"prompt_logprobs": width, "skip_reading_prefix_cache": skip} if wanted else {}
-            try:
-                answer = await self._ask(ROWS, [tokens], settings | reading, salt)
-                break
-            except Refusal as refusal:
-                if NOT_JSON not in refusal.message:
-                    raise
-        else:
+        if wanted:
+            settings |= {"prompt_logprobs": width, "skip_reading_prefix_cache": skip}
+        try:
+            answer = await self._ask(ROWS, [tokens], settings, salt)
+        except Refusal as refusal:
+            if NOT_JSON not in refusal.message:
+                raise
             return [None] * count, None, None
         with understood():
             scored, cached = (answer.get("prompt_logprobs") or [])[1:], cached_tokens(answer)
             scores = answer.get("prompt_token_id_logprobs")
             made = min(wanted, len(scored))
             if len(scored) == len(tokens) - 1:  # V1, or V2 that found nothing
-                told = cached is not None or scores or len(tokens) <= self.facts.block_size
+                told = skip or cached is not None or scores or len(tokens) <= self.facts.block_size
                 made = min(made, max(0, len(scored) - (cached or 0))) if told else 0
             rows: list[ListedRow | None] = [None] * (wanted - made)
             rows += [self._scored(scored[place], width) for place in range(-made, 0)]
