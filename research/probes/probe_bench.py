@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -239,7 +240,9 @@ def probes(given: Given) -> int:
     if options.json is not None:
         verifier = VerifierConfig(target=str(options.target_folder))
         more = {"drafter_version": None, "drafter_threads": 1, "max_tokens": options.max_tokens, "seed": 0}
-        made_in = environment(verifier, "float32", drafter=options.drafter, prompts=len(tasks) - 1, **more)
+        flags = shlex.split(options.vllm_flags)
+        dtype = dict(pairwise(flags)).get("--dtype", "auto")
+        made_in = environment(verifier, dtype, drafter=options.drafter, prompts=len(tasks) - 1, **more)
         record = ProbesRecord(made_in, bench.vllm, tuple(bench.results), bench.failures, tuple(bench.prices))
         save(record, options.json)
     return 1 if bench.failures else 0

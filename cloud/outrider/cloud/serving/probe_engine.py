@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
@@ -21,7 +21,7 @@ from outrider.cloud.probes.scoring import ListedRow, ScoringServer
 from outrider.cloud.serving.batching import Batch, Share
 from outrider.cloud.serving.engine import BACKLOG_S, IDLE_S, EngineCore, rules_of
 from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.probe_plan import ProbePlan, streams
+from outrider.cloud.serving.probe_plan import ProbePlan, ServedText, chain_of, streams
 from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.cloud.serving.steps import StepTiming, verification_of
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
@@ -38,14 +38,6 @@ LONGER = 16  # times as long is the next list of an open row
 LOUDEST = 64  # named in the probe itself
 TIMED, TIMES = (0, 4, 12), 3  # drafts of the probes of the first measurement, and how often
 PAGE = 16
-
-
-@dataclass(slots=True)
-class ServedText:
-    """A text in a server's cache: `length` tokens that it has computed."""
-
-    length: int = 0
-    num_pages: int = 0
 
 
 class ServedTarget:
@@ -279,6 +271,7 @@ class ProbeEngine(EngineCore):
 
     def _note(self, slot: Slot, verified: Verified, timing: StepTiming) -> None:
         """Make text of a request's answer."""
+        chain_of(slot).compare(token_ids(slot.session.drafts()), token_ids(verified.tokens_by_target))
         self.target.compute(slot.handle, len(slot.session.transcript))
         timing = replace(timing, sessions=len(self._tasks))
         self.timings.append(timing)

@@ -1,10 +1,12 @@
 """When a text is probed, with how many drafts, and when its server goes on by itself.
 
 A probe of k drafts brings (1 - h^(k+1)) / (1 - h) tokens where a draft holds with chance h (Leviathan et al. 2023,
-equation 1), and takes the time of its rows: those of the text that no whole block of the server's cache holds, the
-drafts, and one. The next one reads again what lies behind the last whole block, so a probe that ends on a block's
-border is cheaper by that. The plan with most tokens a second wins; the other way is the server's own stream, or where
-the text cannot be streamed (`Sampling` that is not greedy) a probe without drafts.
+equation 1); after a miss 1 + f (1 - h^k) / (1 - h), f being the chance of a first draft to hold. Copies hold in runs,
+and the stream tells for nothing whether one has begun. A probe takes the time of its rows: those of the text that no
+whole block of the server's cache holds, the drafts, and one. The next one reads again what lies behind the last whole
+block, so a probe that ends on a block's border is cheaper by that. The plan with most tokens a second wins; the other
+way is the server's own stream, or where the text cannot be streamed (`Sampling` that is not greedy) a probe without
+drafts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.slots import Slot
@@ -25,6 +28,10 @@ from outrider.proto.types import Sampling
 KEPT = 24
 WORTH = 1.15  # by which a probe must be better than the stream: its time is less sure
 TRY_SHARE = 0.01  # of the time of streams, in which a probe is tried that seems not to pay: only probes show theirs
+FREE_SHARE = 0.02  # of a token's time, in which drafts are wanted for what the stream tells of them, if nothing else
+KEEP_FIRST, KEEP_LATER = 0.75, 0.97  # of what was known of drafts after a miss and within a run, at each one more
+MOST = 0.98
+PROMPT_S = 4e-3  # in which an edge answers a commit, beside the link
 _UNTIMED_S = 1e-3  # of a row, until probes are timed
 
 
@@ -32,6 +39,49 @@ def streams(sampling: Sampling) -> bool:
     """Return whether the server's own greedy text is that of these settings."""
     edits = sampling.allowed_tokens or sampling.logit_bias or sampling.penalises or sampling.min_tokens
     return sampling.temperature == 0 and sampling.grammar is None and not edits
+
+
+@dataclass(slots=True)
+class Chain:
+    """The runs of a text's drafts: whether the newest `holds`, and hits and trials after a miss and within a run."""
+
+    holds: bool = False
+    _first: tuple[float, float] = (0.0, 0.0)
+    _later: tuple[float, float] = (0.0, 0.0)
+
+    def compare(self, drafts: Iterable[int], tokens: Iterable[int]) -> None:
+        """Note which drafts became text."""
+        for draft, token in zip(drafts, tokens, strict=False):
+            hit = draft == token
+            if self.holds:
+                self._later = (self._later[0] * KEEP_LATER + hit, self._later[1] * KEEP_LATER + 1)
+            else:
+                self._first = (self._first[0] * KEEP_FIRST + hit, self._first[1] * KEEP_FIRST + 1)
+            self.holds = hit
+            if not hit:
+                break
+
+    def chances(self, usual: float) -> tuple[float, float]:
+        """Return the chances of the next draft and of each after it to hold, those before it having held.
+
+        They begin from the `usual` one, which is worth one trial after a miss and four within a run.
+        """
+        later = min(MOST, (self._later[0] + 4 * usual) / (self._later[1] + 4))
+        return later if self.holds else (self._first[0] + usual) / (self._first[1] + 1), later
+
+
+@dataclass(slots=True)
+class ServedText:
+    """A text in a server's cache: `length` tokens that it has computed; and how its drafts hold."""
+
+    length: int = 0
+    num_pages: int = 0
+    chain: Chain = field(default_factory=Chain)
+
+
+def chain_of(slot: Slot) -> Chain:
+    """Return how the drafts of a slot's text hold."""
+    return cast("ServedText", slot.handle).chain
 
 
 class Times:
@@ -109,7 +159,7 @@ class ProbePlan(Batching):
             if not slot.session.generated and self.usual.seen:
                 slot.session.received.acceptance.expect(self.usual.value)
             drafts, streaming = self._drafts_to_probe(slot), slot in self.streaming
-            ready_at = now if streaming else slot.session.ready_at(self._alone_s(slot), self.row_s)
+            ready_at = now if streaming else self._ready_at(slot)
             if ready_at > now:
                 wake_at = min(wake_at, ready_at)
             elif drafts is not None:
@@ -126,11 +176,12 @@ class ProbePlan(Batching):
     def _drafts_to_probe(self, slot: Slot) -> int | None:
         """Return the number of drafts of the probe that is due; None: the server should go on by itself."""
         session, greedy = slot.session, streams(slot.session.sampling)
-        room = session.max_useful_drafts
-        alone = 1 / max(self._alone_s(slot), 1e-9)
-        of_any = [self._rate(slot, drafts) for drafts in range(max(0, room) + 1)]
-        session.pays = max(of_any[1:], default=0.0) > WORTH * alone
-        at_hand = of_any[: min(room, len(session.drafts())) + 1]
+        room, alone_s = max(0, session.max_useful_drafts), max(self._alone_s(slot), 1e-9)
+        alone, (first, later) = 1 / alone_s, chain_of(slot).chances(session.acceptance)
+        in_a_run = max((self._rate(slot, drafts, later, later) for drafts in range(1, room + 1)), default=0.0)
+        free = greedy and 0 < session.report.drafting_s < FREE_SHARE * alone_s
+        session.pays = free or in_a_run > WORTH * alone
+        at_hand = [self._rate(slot, drafts, first, later) for drafts in range(min(room, len(session.drafts())) + 1)]
         best = max(range(len(at_hand)), key=at_hand.__getitem__)
         cost_s = self.probes.seconds(self.rows(len(session.transcript), best)) + self.firsts.seconds(1)
         due = TRY_SHARE * self._untried * self.tokens.seconds(1) > cost_s
@@ -138,15 +189,25 @@ class ProbePlan(Batching):
             return None
         return best
 
-    def _rate(self, slot: Slot, drafts: int) -> float:
-        """Return the expected tokens a second of a probe with so many drafts."""
-        session = slot.session
-        length, chance = len(session.transcript), session.acceptance
+    def _ready_at(self, slot: Slot) -> float:
+        """Return when a text that waits for nothing goes on: after its edge's next drafts where these come at once."""
+        session, alone_s = slot.session, self._alone_s(slot)
+        ready_at = session.ready_at(alone_s, self.row_s)
+        first, later = chain_of(slot).chances(session.acceptance)
+        within_s = session.report.round_trip_s + PROMPT_S
+        if session.drafts() or not session.waits_for_drafts or not session.credit or within_s > alone_s:
+            return ready_at
+        pays = any(self._rate(slot, drafts, first, later) * alone_s > WORTH for drafts in (4, 8, 16))
+        return max(ready_at, session.ready_since + within_s) if pays and session.report.round_trip_s else ready_at
+
+    def _rate(self, slot: Slot, drafts: int, first: float, later: float) -> float:
+        """Return the expected tokens a second of a probe of so many drafts, by the chances of the first and others."""
+        length = len(slot.session.transcript)
         seconds = self.probes.seconds(self.rows(length, drafts)) or _UNTIMED_S * (drafts + 1)
-        all_hold = chance**drafts
+        all_hold = first * later ** (drafts - 1) if drafts else 1.0
         if self.block_size:
             seconds += all_hold * self.row_s * ((length + drafts) % self.block_size)
         if slot in self.streaming:  # half a token is on its way, and after a miss the stream begins again
             again_s = max(0.0, self.firsts.seconds(1) - self.tokens.seconds(1))
             seconds += 0.5 * self.tokens.seconds(1) + (1 - all_hold) * again_s
-        return expected_tokens(chance, drafts) / seconds
+        return (1 + (first * expected_tokens(later, drafts - 1) if drafts else 0.0)) / seconds
