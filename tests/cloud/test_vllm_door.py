@@ -81,6 +81,21 @@ async def test_rows_of_cached_tokens_are_asked_for_one_by_one(runner) -> None:
         await server.close()
 
 
+@BOTH
+async def test_lost_rows_come_by_one_request_for_each_block(runner) -> None:
+    drafts = [number % 40 for number in range(30)]
+    async with ScoringDouble(runner=runner) as double:
+        server = await ready(double)
+        await server.probe([*TEXT, *drafts, 3], (), 3)
+        before = len(double.requests)
+        probe = await server.probe(TEXT, drafts, 3)
+        check(double, probe, 3, TEXT, drafts)
+        blocks = {position // double.block_size for position in range(len(TEXT) - 1, probe.cached_tokens or 0)}
+        assert probe.lost > len(blocks) > 1
+        assert len(double.requests) - before == 1 + len(blocks)
+        await server.close()
+
+
 async def test_rows_that_v1_never_wrote_would_fail_these_tests() -> None:
     """The door believes what a server says of its cache, even a lie."""
     async with ScoringDouble() as double:

@@ -69,7 +69,7 @@ class Probe:
     Attributes:
         rows: [K + 1] after the text, and after each draft.
         cached_tokens: tokens that the server had computed before; None: it does not tell.
-        lost: rows that had to be asked for again, one by one.
+        lost: rows that had to be asked for again.
     """
 
     rows: tuple[ListedRow, ...]
