@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +46,20 @@ def test_drafts_behind_a_miss_are_not_compared() -> None:
     assert cut == whole
 
 
+@dataclass(eq=False)
+class Due:
+    """A slot, as far as a plan looks at it."""
+
+    session: Any
+    handle: ServedText
+
+
 def slot_of(chain: Chain, *, round_trip_s: float, **session: Any) -> Any:
     """A text that is due since 1 s, and has no drafts."""
     state = {"transcript": [0] * 10, "acceptance": 0.9, "sampling": Sampling(), "credit": 64, "waits_for_drafts": True}
     report = SimpleNamespace(round_trip_s=round_trip_s, drafting_s=1e-4)
     asked = SimpleNamespace(**state | session, report=report, ready_since=1.0, drafts=list, ready_at=lambda *_: 1.0)
-    return SimpleNamespace(session=asked, handle=ServedText(chain=chain))
+    return Due(asked, ServedText(chain=chain))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,7 @@ def slot_of(chain: Chain, *, round_trip_s: float, **session: Any) -> Any:
         (after(True), {"round_trip_s": 2e-3}, 2e-3 + PROMPT_S),
         (after(True), {"round_trip_s": 0.2}, 0.0),  # longer than a token takes
         (after(True), {"round_trip_s": 0.0}, 0.0),  # unknown
-        (after(*[False] * 8), {"round_trip_s": 2e-3}, 0.0),  # they would hardly hold
+        (after(*[False] * 8), {"round_trip_s": 2e-3, "acceptance": 0.5}, 0.0),  # they would hardly hold
         (after(True), {"round_trip_s": 2e-3, "credit": 0}, 0.0),
         (after(True), {"round_trip_s": 2e-3, "waits_for_drafts": False}, 0.0),
     ],
