@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.serving.probe_plan import PROMPT_S, Chain, ProbePlan, ServedText
+from outrider.cloud.serving.probe_plan import ANSWER_S, Chain, ProbePlan, ServedText
 from outrider.proto.types import Sampling
 
 
@@ -65,7 +65,7 @@ def slot_of(chain: Chain, *, round_trip_s: float, **session: Any) -> Any:
 @pytest.mark.parametrize(
     ("chain", "settings", "waits_s"),
     [
-        (after(True), {"round_trip_s": 2e-3}, 2e-3 + PROMPT_S),
+        (after(True), {"round_trip_s": 2e-3}, 2e-3 + ANSWER_S),
         (after(True), {"round_trip_s": 0.2}, 0.0),  # longer than a token takes
         (after(True), {"round_trip_s": 0.0}, 0.0),  # unknown
         (after(*[False] * 8), {"round_trip_s": 2e-3, "acceptance": 0.5}, 0.0),  # they would hardly hold

@@ -30,8 +30,8 @@ WORTH = 1.15  # by which a probe must be better than the stream: its time is les
 TRY_SHARE = 0.01  # of the time of streams, in which a probe is tried that seems not to pay: only probes show theirs
 FREE_SHARE = 0.02  # of a token's time, in which drafts are wanted for what the stream tells of them, if nothing else
 KEEP_FIRST, KEEP_LATER = 0.75, 0.97  # of what was known of drafts after a miss and within a run, at each one more
-MOST = 0.98
-PROMPT_S = 4e-3  # in which an edge answers a commit, beside the link
+MOST = 0.98  # of a chance, so that one lucky run decides nothing for good
+ANSWER_S = 4e-3  # in which an edge answers a commit, beside the link
 _UNTIMED_S = 1e-3  # of a row, until probes are timed
 
 
@@ -194,7 +194,7 @@ class ProbePlan(Batching):
         session, alone_s = slot.session, self._alone_s(slot)
         ready_at = session.ready_at(alone_s, self.row_s)
         first, later = chain_of(slot).chances(session.acceptance)
-        within_s = session.report.round_trip_s + PROMPT_S
+        within_s = session.report.round_trip_s + ANSWER_S
         if session.drafts() or not session.waits_for_drafts or not session.credit or within_s > alone_s:
             return ready_at
         pays = any(self._rate(slot, drafts, first, later) * alone_s > WORTH for drafts in (4, 8, 16))
