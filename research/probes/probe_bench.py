@@ -115,7 +115,7 @@ class ProbeBench:
     async def _in_one_way(self, server: str, way: str, link: BenchLink) -> None:
         works = self._options.works
         if way not in OURS:  # these draft by themselves, or not at all
-            works = tuple(dict.fromkeys(EDITS if work == EDITS else OPEN for work in works))
+            works = tuple(dict.fromkeys(map(texts_of, works)))
         for work in works:
             began, drafter = time.monotonic(), {MODELLED: self._options.drafter, BARE: "none"}.get(work, "ngram")
             with self._noting([way]):
@@ -145,7 +145,7 @@ class ProbeBench:
                 if not (await answer.json())["success"]:
                     raise Unavailable("vLLM does not forget its cache")
         for task in self._tasks[1:]:
-            if task.work == (EDITS if work == EDITS else OPEN):
+            if task.work == texts_of(work):
                 text, first_s, seconds = await written(http, url, way, task, self._options.max_tokens)
                 tokens = len(self._tokenizer.encode(text, add_special_tokens=False))
                 plain = self._plain.setdefault(task.name, text) if way == "stream" else self._plain.get(task.name)
@@ -177,6 +177,11 @@ async def written(
     return text, first_s, last_s
 
 
+def texts_of(work: str) -> str:
+    """Return whose tasks a kind of work writes: edits, or the prompts that all others share."""
+    return EDITS if work == EDITS else OPEN
+
+
 def blocks_of(results: Sequence[TextResult]) -> Iterator[Block]:
     """Yield a block for each kind of texts over each link, with a row for each way; a text's speed is its median."""
     runs = dict[tuple[str, str], dict[str, dict[str, list[TextResult]]]]()
@@ -190,7 +195,7 @@ def blocks_of(results: Sequence[TextResult]) -> Iterator[Block]:
         return {name: median(each.tokens / each.seconds for each in group) for name, group in texts.items()}
 
     for (work, link), ways in runs.items():
-        plain = speeds(EDITS if work == EDITS else OPEN, link, "stream")
+        plain = speeds(texts_of(work), link, "stream")
         block = list[Sequence[str]]()
         for way, texts in ways.items():
             speed, every = speeds(work, link, way), [each for group in texts.values() for each in group]
@@ -211,8 +216,8 @@ def tasks_of(options: ProbeSettings, tokenizer: Any) -> list[Task]:
         prediction = {"type": "content", "content": before}
         return Task(EDITS, name, prompt, {"messages": turns, "prediction": prediction})
 
-    wanted = options.texts if EDITS in options.works else 0
-    edits = code_edits(options.repository, options.revision, wanted) if options.repository else ()
+    asked = options.repository if EDITS in options.works else None
+    edits = code_edits(asked, options.revision, options.texts) if asked else ()
     prompts = choose_prompts(options.prompts, -(-options.texts // len(DOMAINS)))[: options.texts]
     return [
         edit("warm-up", ASK.format(before=WARM_UP, subject="Check the height too"), WARM_UP),
