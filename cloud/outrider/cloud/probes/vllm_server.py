@@ -59,14 +59,13 @@ class VllmServer:
         """Return the rows after `text` and after each draft; `named` are at most `max_list` a row."""
         prefixes = [[*text, *drafts[:place]] for place in range(len(drafts) + 1)]
         rows, cached, names = await self._answer(prefixes, width, named, salt)
-        lost = [place for place, row in enumerate(rows) if row is None]
-        found = [row for row in rows if row is not None] if not lost else await self._again(prefixes, rows, width, salt)
+        found = await self._completed(prefixes, rows, width, salt)
         if named:  # vLLM drops the names of all rows where the first was cached
             names = names or await asyncio.gather(
                 *(self.name(*each, salt) for each in zip(prefixes, named, strict=True))
             )
             found = [row.with_named(more) for row, more in zip(found, names, strict=True)]
-        return Probe(tuple(found), cached, len(lost))
+        return Probe(tuple(found), cached, rows.count(None))
 
     async def name(self, text: Sequence[int], tokens: Sequence[int], salt: str = "") -> dict[int, float]:
         """Return the log probabilities of `tokens` after `text`; V1 would spoil other people's answers."""
@@ -123,7 +122,7 @@ class VllmServer:
         """Close the connections."""
         await self.door.close()
 
-    async def _again(
+    async def _completed(
         self, prefixes: Sequence[Sequence[int]], rows: Sequence[ListedRow | None], width: int, salt: str
     ) -> list[ListedRow]:
         """Return the rows, of which those that are None are asked for again.

@@ -256,14 +256,14 @@ class ProbeEngine(EngineCore):
             return
         if any(token.logp is None for token in tokens):  # a commit has all or none
             tokens = [token._replace(logp=None) for token in tokens]
-        now = self._clock()
+        now, rows = self._clock(), self.requests.rows(len(text), len(block))
         if first:
             session.cached_tokens = min(probe.cached_tokens or 0, len(text) - 1)  # of drafts some may be, too
         elif not probe.lost:
-            self.requests.time_probe(self.requests.rows(len(text), len(block)), answered - began)
+            self.requests.time_probe(rows, answered - began)
         # The edge learns what rows cost from this time; rows that were lost, or a pause, are no price.
         took = now - began
-        verify_s = min(took, self.requests.probes.seconds(self.requests.rows(len(text), len(block))) or took)
+        verify_s = min(took, self.requests.probes.seconds(rows) or took)
         queued_s = max(0.0, began - slot.ready_since) + took - verify_s
         verified = Verified(block, tuple(tokens), queued_s, verify_s)
         self._take(self.inbox.take_drafts())

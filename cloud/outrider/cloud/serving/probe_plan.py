@@ -178,9 +178,9 @@ class ProbePlan(Batching):
         session, greedy = slot.session, streams(slot.session.sampling)
         room, alone_s = max(0, session.max_useful_drafts), max(self._alone_s(slot), 1e-9)
         alone, (first, later) = 1 / alone_s, chain_of(slot).chances(session.acceptance)
-        in_a_run = max((self._rate(slot, drafts, later, later) for drafts in range(1, room + 1)), default=0.0)
         free = greedy and 0 < session.report.drafting_s < FREE_SHARE * alone_s
-        session.pays = free or in_a_run > WORTH * alone
+        worth = (self._rate(slot, drafts, later, later) > WORTH * alone for drafts in range(1, room + 1))
+        session.pays = free or any(worth)
         at_hand = [self._rate(slot, drafts, first, later) for drafts in range(min(room, len(session.drafts())) + 1)]
         best = max(range(len(at_hand)), key=at_hand.__getitem__)
         cost_s = self.probes.seconds(self.rows(len(session.transcript), best)) + self.firsts.seconds(1)
@@ -193,12 +193,13 @@ class ProbePlan(Batching):
         """Return when a text that waits for nothing goes on: after its edge's next drafts where these come at once."""
         session, alone_s = slot.session, self._alone_s(slot)
         ready_at = session.ready_at(alone_s, self.row_s)
-        first, later = chain_of(slot).chances(session.acceptance)
         within_s = session.report.round_trip_s + ANSWER_S
-        if session.drafts() or not session.waits_for_drafts or not session.credit or within_s > alone_s:
+        due = session.waits_for_drafts and session.credit and ANSWER_S < within_s <= alone_s  # at once, as is known
+        if session.drafts() or not due:
             return ready_at
+        first, later = chain_of(slot).chances(session.acceptance)
         pays = any(self._rate(slot, drafts, first, later) * alone_s > WORTH for drafts in (4, 8, 16))
-        return max(ready_at, session.ready_since + within_s) if pays and session.report.round_trip_s else ready_at
+        return max(ready_at, session.ready_since + within_s) if pays else ready_at
 
     def _rate(self, slot: Slot, drafts: int, first: float, later: float) -> float:
         """Return the expected tokens a second of a probe of so many drafts, by the chances of the first and others."""
