@@ -19,6 +19,7 @@ from outrider.proto.cluster_status import decode_status
 from outrider.proto.rpc_errors import from_rpc_error
 
 SECRET = b"0123456789abcdef"
+FIXED_WINDOW = (("grpc.http2.bdp_probe", 0),)  # else a slow machine lets answers that nobody reads through
 ENCODERS: dict[str, Callable[..., bytes]] = {
     "OpenLease": codec.encode_lease_request,
     "ListDrafters": codec.encode_drafter_query,
@@ -48,8 +49,9 @@ class Caller:
         self.address = address
 
     async def until(self, holds: Callable[[], object]) -> None:
-        while not holds():  # noqa: ASYNC110 - the condition has no event
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while not holds():  # noqa: ASYNC110 - the condition has no event
+                await asyncio.sleep(0.02)
 
     async def raw(self, method: str, data: bytes) -> bytes:
         try:
@@ -75,7 +77,7 @@ async def coordinator(cluster: Cluster | None = None, **options: Any) -> AsyncIt
     server = CoordinatorServer(CoordinatorConfig(**defaults | options), cluster)
     address = await server.start()
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, options=FIXED_WINDOW) as channel:
             yield Caller(channel, server, address)
     finally:
         await server.stop(0.1)

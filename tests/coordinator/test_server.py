@@ -184,34 +184,66 @@ async def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceba
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-async def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
+class Fetches:
+    """Fetches of a file of 8 MiB under limits of 3 at work and 4 of an address."""
+
+    def __init__(self, drafters: Path, monkeypatch: pytest.MonkeyPatch, unread_s: float) -> None:
+        monkeypatch.setattr(coordinator_server, "MAX_FETCHES", 3)
+        monkeypatch.setattr(coordinator_server, "MAX_FETCHES_OF_PEER", 4)
+        monkeypatch.setattr(coordinator_server, "UNREAD_S", unread_s)
+        self._limits: list[StreamLimits] = []
+        monkeypatch.setattr(coordinator_server, "StreamLimits", self._limit)
+        write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
+
+    def _limit(self, *fields: Any) -> StreamLimits:
+        self._limits.append(StreamLimits(*fields))
+        return self._limits[-1]
+
+    def counts(self) -> tuple[int, int]:
+        """Return the fetches at work and those of all addresses."""
+        return self._limits[0].working, sum(self._limits[0]._by_network.values())
+
+    @staticmethod
+    async def sha256(call: Any) -> str:
+        (manifest,) = await call("ListDrafters", "")
+        return next(file.sha256 for file in manifest.files if file.name == "model.onnx")
+
+    @staticmethod
+    def unread(call: Any, sha256: str) -> Any:
+        return call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")(codec.encode_fetch(sha256, 0))
+
+
+async def test_fetches_at_work_have_a_limit(
     coordinating: Coordinating, drafters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_server, "MAX_FETCHES", 3)
-    monkeypatch.setattr(coordinator_server, "MAX_FETCHES_OF_PEER", 4)
-    monkeypatch.setattr(coordinator_server, "UNREAD_S", 2.0)
-    limits: list[StreamLimits] = []
-    monkeypatch.setattr(
-        coordinator_server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1]
-    )
-    write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
+    fetches = Fetches(drafters, monkeypatch, unread_s=600.0)
     async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
-        (manifest,) = await call("ListDrafters", "")
-        sha256 = next(file.sha256 for file in manifest.files if file.name == "model.onnx")
-        fetch = call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")
-        before = open_files()
-        unread = [fetch(codec.encode_fetch(sha256, 0)) for _ in range(3)]
-        await call.until(lambda: limits[0].working == 3)
+        sha256 = await fetches.sha256(call)
+        unread = [fetches.unread(call, sha256) for _ in range(3)]
+        await call.until(lambda: fetches.counts() == (3, 3))
         with pytest.raises(ResourceExhausted, match="the coordinator has 3 fetches") as refusal:
             _ = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]
         assert refusal.value.retry_after_s > 0
-        await call.until(lambda: limits[0].working == 0)  # they stay unread
+        for each in unread:
+            each.cancel()
+        await call.until(lambda: fetches.counts() == (0, 0))
+
+
+async def test_unread_fetches_hold_no_file_and_leave_others_theirs(
+    coordinating: Coordinating, drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetches = Fetches(drafters, monkeypatch, unread_s=2.0)
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
+        sha256 = await fetches.sha256(call)
+        before = open_files()
+        unread = [fetches.unread(call, sha256) for _ in range(3)]
+        await call.until(lambda: fetches.counts() == (0, 3))  # they stay unread
         assert open_files() == before
         whole = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]  # the fourth of this address
         assert sum(map(len, whole)) == 8 << 20
-        await call.until(lambda: sum(limits[0]._by_network.values()) == 3)  # a client sees the end before it is counted
-        unread.append(fetch(codec.encode_fetch(sha256, 0)))
-        await call.until(lambda: sum(limits[0]._by_network.values()) == 4)
+        await call.until(lambda: fetches.counts() == (0, 3))  # a client sees the end before it is counted
+        unread.append(fetches.unread(call, sha256))
+        await call.until(lambda: fetches.counts()[1] == 4)
         with pytest.raises(ResourceExhausted, match="your address has 4 fetches"):
             _ = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]
         with pytest.raises(grpc.aio.AioRpcError) as late:  # read in the end, it does not pass for the whole file
@@ -219,7 +251,7 @@ async def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
         assert (late.value.code(), "unread" in (late.value.details() or "")) == (grpc.StatusCode.UNAVAILABLE, True)
         for each in unread:
             each.cancel()
-        await call.until(lambda: not limits[0]._by_network)
+        await call.until(lambda: fetches.counts() == (0, 0))
 
 
 def open_files() -> int:
