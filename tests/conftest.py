@@ -113,7 +113,7 @@ def _no_progress() -> None:
 @lru_cache(maxsize=4)
 def _loaded(target: str, exact: str, device: str, dtype: str) -> tuple[Any, str, dict[str, Any]]:
     """Return model, tokenizer and what loading has found out, which does not depend on the size of the KV cache."""
-    from outrider.cloud.target.target import load_target
+    from outrider.cloud.target.target_loading import load_target
 
     first = load_target(target, exact=exact, device=device, dtype=dtype, kv_tokens=4096)
     return first.model, first.tokenizer_json, {name: getattr(first, name) for name in ("passes", "packing", "straight")}
@@ -145,7 +145,7 @@ def _verifiers_share_the_embedded_target() -> Iterator[None]:
         yield
         return
     from outrider.cloud.models.family_index import embedded_targets
-    from outrider.cloud.target.target import load_target
+    from outrider.cloud.target.target_loading import load_target
 
     def load(target: str, **options: Any) -> Any:
         return (_shared_target if target in embedded_targets() else load_target)(target, **options)

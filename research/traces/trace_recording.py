@@ -22,7 +22,8 @@ from outrider.cloud.target.distribution import processed_logits
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import load_projections
-from outrider.cloud.target.target import SessionRows, Target, load_target
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.verifier_config import VerifierConfig

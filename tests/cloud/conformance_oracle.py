@@ -39,9 +39,9 @@ class Oracle:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.eos_tokens = frozenset([self._model.config.eos_token_id])
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -50,7 +50,7 @@ class Oracle:
         """Return [1, vocab] float32, the logits after `text`."""
         text = tuple(text)
         if text not in self._known:
-            rows = self._model(torch.tensor([text])).logits[0].float()
+            rows = self._model(torch.tensor([text]), use_cache=False).logits[0].float()
             self._known |= {text[: end + 1]: rows[end : end + 1] for end in range(len(text))}
         return self._known[text]
 

@@ -13,11 +13,10 @@ import torch
 from transformers import LlamaConfig
 
 from outrider.cloud.serving.backends import load_backend
-from outrider.cloud.target import target as target_module
+from outrider.cloud.target import target_loading as target_module
 from outrider.cloud.target.backend import precision_of, quantization_of
-from outrider.cloud.target.target import (
-    TILES,
-    Target,
+from outrider.cloud.target.target import TILES, Target
+from outrider.cloud.target.target_loading import (
     configured_dtype,
     load_automatically,
     load_target,

@@ -11,7 +11,8 @@ from random_models import VOCAB, architectures, save_random_model
 from outrider.cloud.target.backend import StepRow, VerificationBranch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
 from outrider.cloud.target.kv_cache import BranchCache
-from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, load_target
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, Sampling, token_ids

@@ -14,7 +14,8 @@ from outrider.cloud.target import chunked_attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan
 from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
 from outrider.cloud.target.kv_cache import PagedKVCache
-from outrider.cloud.target.target import ROUNDED, TOGETHER, SessionRows, load_target
+from outrider.cloud.target.target import ROUNDED, TOGETHER, SessionRows
+from outrider.cloud.target.target_loading import load_target
 
 KV_HEADS, SIZE = 2, 16
 LONG = SMALL | {"max_position_embeddings": 1024}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from branch_conformance import BRANCH_CHECKS
-from conformance import CHECKS, Suite
+from conformance import CHECKS
 from conformance_oracle import Oracle, save_conformance_target
+from conformance_suites import suite_of
 
-from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
-from outrider.cloud.target.target import Target, load_target
+from outrider.cloud.target.backend import Handle, StepOutput, StepRow
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.token_counts import TokenCounts
@@ -29,44 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
-
-
-@lru_cache(maxsize=3)
-def loaded(folder: Path, exact: str, device: str) -> Target:
-    return load_target(str(folder), kv_tokens=2048, exact=exact, device=device)
-
-
-def suite_of(
-    folder: Path,
-    oracle: Oracle,
-    made: Callable[..., Backend] = TransformersBackend,
-    *,
-    page_size: int = 16,
-    exact: str = "auto",
-    device: str = "cpu",
-) -> Suite:
-    first = loaded(folder, exact, device)
-    parts = {"passes": first.passes, "packing": first.packing, "straight": first.straight}
-    target = Target(first.model, first.tokenizer_json, kv_tokens=2048, page_size=page_size, **parts)
-    forward = target.forward
-
-    def fail_next_step() -> None:
-        def failing(*_: Any) -> Any:
-            target.forward = forward  # type: ignore[method-assign]
-            raise RuntimeError("it happens once")
-
-        target.forward = failing  # type: ignore[method-assign]
-
-    def spoil_next_step(number: float) -> None:
-        def spoiled(*batch: Any) -> Any:
-            target.forward = forward  # type: ignore[method-assign]
-            logits = forward(*batch)
-            logits[-1, logits.shape[1] // 2] = number
-            return logits
-
-        target.forward = spoiled  # type: ignore[method-assign]
-
-    return Suite(made(target), oracle, fail_next_step, spoil_next_step)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.target.target import SessionRows, load_target
+from outrider.cloud.target.target import SessionRows
+from outrider.cloud.target.target_loading import load_target
 from outrider.proto.noise import TorchNoise, gumbel
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,8 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import ANYBODY, Owner
 from outrider.cloud.target import sampler as sampling_module
 from outrider.cloud.target.sampler import Sampler, token_facts
-from outrider.cloud.target.target import Target, load_model
+from outrider.cloud.target.target import Target
+from outrider.cloud.target.target_loading import load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.verifier_config import VerifierConfig

@@ -20,7 +20,8 @@ from outrider.cloud.target.packed_linear import (
     replace_conv1d,
     row_multiple,
 )
-from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.target_loading import load_model, load_target
 from outrider.cloud.testing import save_tiny_target
 
 DTYPES = [torch.float32, torch.bfloat16]

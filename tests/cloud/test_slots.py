@@ -14,7 +14,8 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.sessions import AHEAD, Sessions
 from outrider.cloud.serving.slots import Owner, Slot
 from outrider.cloud.target.kv_cache import PagedKVCache
-from outrider.cloud.target.target import Target, load_target
+from outrider.cloud.target.target import Target
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig

@@ -20,7 +20,8 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import Owner
 from outrider.cloud.target.projection import FoldedProjection, Projection
 from outrider.cloud.target.steering_vectors import load_projections
-from outrider.cloud.target.target import SessionRows, Target, load_target
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec

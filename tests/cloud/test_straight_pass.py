@@ -13,7 +13,7 @@ from outrider.cloud.target.attention import RaggedBatch, RowSpan
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.recorded import call_fusion
 from outrider.cloud.target.recorded.straight_pass import own_pass, straight_pass
-from outrider.cloud.target.target import load_model, load_target
+from outrider.cloud.target.target_loading import load_model, load_target
 from outrider.cloud.testing import tiny_llama
 
 ARCHITECTURES = architectures(positions=256) | {"llama": SMALL | {"attention_bias": True}}

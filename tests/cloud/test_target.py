@@ -18,12 +18,13 @@ from transformers import LlamaConfig, MistralConfig, MistralForCausalLM
 
 from outrider.cloud.models.family_index import embedded_targets
 from outrider.cloud.target import chunked_attention, kv_size
-from outrider.cloud.target.architecture import check_architecture
+from outrider.cloud.target.architecture import check_architecture, check_positions
 from outrider.cloud.target.attention import RaggedBatch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
 from outrider.cloud.target.kv_size import CPU_SHARE, available_bytes, bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target.packed_linear import PACKED_ROWS
-from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, Target, load_target
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, Target
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.testing import word_tokenizer
@@ -159,7 +160,8 @@ def in_pieces(target, tokens, sizes):
 
 OTHER_PROCESS = """
 import sys, numpy, torch
-from outrider.cloud.target.target import SessionRows, load_target
+from outrider.cloud.target.target import SessionRows
+from outrider.cloud.target.target_loading import load_target
 for dtype in ("float32", "bfloat16"):
     target = load_target(sys.argv[1], dtype=dtype, kv_tokens=512)
     cache = target.pool.allocate(40)
@@ -522,7 +524,7 @@ def tiny(**config: Any) -> Any:
 @pytest.mark.parametrize("kind", ROPE)
 def test_rope_that_depends_on_what_shares_a_step_is_refused(kind) -> None:
     with pytest.raises(ModelRefused, match=kind):
-        check_architecture(tiny(rope_parameters=ROPE[kind]))
+        check_positions(tiny(rope_parameters=ROPE[kind]).config)
 
 
 def test_chunked_attention_is_refused() -> None:

@@ -25,6 +25,8 @@ from outrider.deploy.targets import with_target
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.plumbing.logs import STAGES, JsonLines, StandardError
 
+LOADING = "outrider.cloud.target.target_loading"
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -52,7 +54,9 @@ def test_a_taken_port_is_refused_before_anything_starts(command, option, taken, 
     secret.write_text("s" * 64)
     more = ["--lease-secret-file", str(secret), "--ray-address", ""] if command == "coordinator" else []
     monkeypatch.setattr("outrider.deploy.local.local_cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
-    monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
+    monkeypatch.setattr(
+        "outrider.cloud.target.target_loading.load_target", lambda *_, **__: pytest.fail("the target loads")
+    )
     if option != "listen":
         more += ["--listen", "127.0.0.1:0"]
     assert main([command, f"--{option}", taken, *more]) == 1
@@ -80,7 +84,9 @@ def test_an_address_of_another_machine_is_refused(address) -> None:
 @pytest.mark.parametrize("command", ["run", "up", "demo", "verifier"])
 def test_an_unknown_target_is_refused_before_anything_loads(command, monkeypatch, capfd) -> None:
     monkeypatch.setattr("outrider.deploy.local.local_cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
-    monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
+    monkeypatch.setattr(
+        "outrider.cloud.target.target_loading.load_target", lambda *_, **__: pytest.fail("the target loads")
+    )
     assert main([command, "--target", "nosuch", *(["text"] if command == "run" else [])]) == 1
     line = capfd.readouterr().err
     assert "target: there is no target 'nosuch'" in line

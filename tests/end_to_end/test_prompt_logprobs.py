@@ -14,7 +14,7 @@ import torch
 
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.target.target import load_model
+from outrider.cloud.target.target_loading import load_model
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig

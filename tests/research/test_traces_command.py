@@ -62,7 +62,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(target_folder):
-    from outrider.cloud.target.target import load_target
+    from outrider.cloud.target.target_loading import load_target
 
     return load_target(str(target_folder), kv_tokens=512)
 
@@ -138,7 +138,7 @@ def test_agreement_is_the_targets_probability_of_a_draft_over_the_drafters(targe
 def test_texts_of_several_seeds_equal_those_alone_though_a_page_is_read_once(
     target, target_folder, monkeypatch
 ) -> None:
-    from outrider.cloud.target.target import load_target
+    from outrider.cloud.target.target_loading import load_target
 
     words = Prompt("p", f"{WORDS} " * 3), Prompt("q", f"{WORDS} w5 " * 3)
     sampling = replace(GREEDY, temperature=1.0)

@@ -15,7 +15,7 @@ import pytest
 from plain_rule import NoLaw
 from plain_texts import BROKEN, ROUNDING, PlainText
 from scripted_ends import Known, ScriptedDrafter
-from strange_worlds import STATES, World, settings, target
+from strange_worlds import World, settings, target
 
 from outrider.cloud.serving import backends
 from outrider.cloud.serving.local_source import LocalSource
@@ -95,9 +95,7 @@ class Play:
         try:
             served = [self._verifier(place) for place in range(len(world.contexts))]
         except ModelRefused as error:
-            self.counts["refused"] += 1
-            if world.model not in STATES:
-                self.complaints.append(f"the target is refused: {error}")
+            self.complaints.append(f"the target is refused: {error}")
             return
         async with AsyncExitStack() as stack:
             links = [await stack.enter_async_context(self._relay(await each.start())) for each in served]

@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from outrider.cloud.grammar.grammar import Allowed
-from outrider.cloud.target import target as target_module
+from outrider.cloud.target import target_loading
 from outrider.cloud.target.backend import StepRow
+from outrider.cloud.target.session_states import Tail
+from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters.token_text import TokenDecoder
 from outrider.edge import event_stream as text_module
@@ -95,9 +97,11 @@ def any_context(patch: Patch) -> None:
     patch.setattr(EdgeStream, "context_length", property(lambda _: 0))
 
 
-def states_for_rounding(patch: Patch) -> None:
-    """Accept an architecture by the distance of its logits alone."""
-    patch.setattr(target_module, "check_architecture", lambda _: 0.0)
+def states_too_long(patch: Patch) -> None:
+    """Keep the first draft that was not accepted among the rows of a state."""
+    patch.setattr(Tail, "before", lambda tail, end: tail.rows.part(0, min(len(tail.rows), end - tail.border + 1)))
+    patch.setattr(target_loading, "_kind", lambda _: Target)
+    patch.setattr(Target, "check", lambda _: 0.0)
 
 
 def sequences_moved_on(patch: Patch) -> None:
@@ -126,7 +130,7 @@ PLANTED: dict[Callable[[Patch], None], tuple[str, str]] = {
     nothing_before_a_turn: ("turns", r" reads "),
     failing_while_a_verifier_has_it: ("slow reading", r"ends with Unavailable"),
     any_context: ("contexts", r"has \d+ tokens, not"),
-    states_for_rounding: ("states", r"token \d+ (is|has logp)"),
+    states_too_long: ("states", r"token \d+ (is|has logp)"),
     sequences_moved_on: ("failing steps", r"prompt_logprobs: do not come from this verifier"),
     no_bounds: ("extremes", r"FloatingPointError|log probabilities are"),
 }

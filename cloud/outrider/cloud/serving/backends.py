@@ -12,7 +12,7 @@ from outrider.cloud.serving.engine import Engine, rules_of
 from outrider.cloud.serving.local_source import local_source
 from outrider.cloud.target.backend import Backend
 from outrider.cloud.target.steering_vectors import load_projections
-from outrider.cloud.target.target import load_target
+from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 

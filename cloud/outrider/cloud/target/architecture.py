@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.cloud.target import attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
 from outrider.cloud.target.backend import quantization_of
-from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.recorded.straight_pass import own_pass
+from outrider.cloud.target.recurrence import attach
 from outrider.proto.errors import ModelRefused
 
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CHECKED, _CHECKED_AT_MOST = 24, 1056  # tokens; Gemma 3 has windows of 512 and 1024
+REJECTED = 5  # tokens
 _BEYOND_WINDOW = 16  # tokens past the end of a window
 _AFFORDED = 2e12  # weights times tokens that a CPU may multiply in float32 while a verifier loads; some seconds
 _PAGE = 16
@@ -32,11 +34,14 @@ _PAGE = 16
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 _KEPT = {"keys", "values"}
 _PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # not every transformers has the last
+_STATE_LAYERS = {f"LinearAttention{also}Layer" for also in ("", "AndFullAttention", "AndSlidingWindowAttention")}
+_STATES = {"conv_states", "recurrent_states"}
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NARROW = (torch.bfloat16, torch.float16)
-_ANSWERS = {"loss", "aux_loss", "logits", "past_key_values", "hidden_states", "attentions", "router_logits"}
+_CACHES = ("past_key_values", "cache_params")
+_ANSWERS = {"loss", "aux_loss", "logits", *_CACHES, "hidden_states", "attentions", "router_logits"}
 # What a model raises that cannot run as a decoder of tokens alone, or not over this cache.
-_CANNOT_RUN = (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError, AssertionError)
+CANNOT_RUN = (TypeError, AttributeError, NotImplementedError, RuntimeError, ValueError, LookupError, AssertionError)
 
 
 def checked_length(config: Any) -> int:
@@ -48,6 +53,15 @@ def checked_length(config: Any) -> int:
 def steps(length: int) -> list[int]:
     """Return where a text of `length` tokens is cut for a check: a step of many, of one, and of many again."""
     return [0, length // 3, length // 3 + 1, length]
+
+
+def check_positions(config: Any) -> None:
+    """Refuse rotations that depend on the longest session of a step, which a check of one short session cannot find."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    for kind in _ROPE_ACROSS_SESSIONS:
+        if kind in kinds:
+            raise ModelRefused(f"RoPE of type {kind!r} depends on what shares a step; not supported", field="target")
 
 
 @torch.inference_mode()
@@ -64,8 +78,8 @@ def check_architecture(model: Any) -> float:
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(model.device)
     try:
-        _check_positions(config)
-        _check_kinds(config)
+        attached = attach(model)
+        _check_kinds(config, attached)
         computing = _Float32() if _judged_type(model) != model.dtype else nullcontext()  # type: ignore[no-untyped-call]
         with computing:
             before = _held_by_modules(model)
@@ -73,12 +87,12 @@ def check_architecture(model: Any) -> float:
             output = model(input_ids=tokens, use_cache=True)
             if changed := sorted(name for name, value in _held_by_modules(model).items() if before.get(name) != value):
                 raise _more_is_kept(config, ", ".join(changed))
-            kept = _check_kept(config, output)
+            kept = _check_kept(config, output, attached)
             model.set_attn_implementation(attention.NAME)
             logits, pool = _in_steps(model, tokens)
     except torch.OutOfMemoryError:
         raise
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise ModelRefused(f"{config.model_type} cannot run on a paged KV cache: {reason}", field="target") from error
     if missing := len(kept - set(pool.layers)):
@@ -126,64 +140,64 @@ def _judged_type(model: Any) -> torch.dtype:
 
 
 def _in_steps(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, PagedKVCache]:
-    """Return logits [n, vocab] float32 of `tokens` [1, n] read in three steps, and the cache that they filled."""
+    """Return logits [n, vocab] float32 of `tokens` [1, n] read in three steps, and the cache that they filled.
+
+    Before a step, others are read in their place, as drafts are that the target does not accept.
+    """
     length = tokens.shape[1]
     pool = PagedKVCache(rounded_up(length, _PAGE), _PAGE, _judged_type(model), tokens.device)
     cache, logits = pool.allocate(length), []
     for start, end in itertools.pairwise(steps(length)):
-        rows = torch.arange(start, end, device=tokens.device)
-        batch = RaggedBatch(pool, [RowSpan(cache, 0, end - start, start)], cache.slots[start:end])
-        wanted = (rows - start).flip(0)  # some models do not look at which rows are wanted
-        logits.append(own_pass(model, tokens[:, start:end], rows[None], wanted, batch)[0][0].float().flip(0))
+        if start:
+            _pass(model, pool, cache, tokens.flip(1)[:, : min(REJECTED, length - start)])
+        cache.states.certain = end
+        logits.append(_pass(model, pool, cache, tokens[:, start:end]))
         cache.extend(tokens[0, start:end].tolist())
     return torch.cat(logits), pool
 
 
-def _check_positions(config: Any) -> None:
-    """Refuse what a check of one short session cannot find."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    for kind in _ROPE_ACROSS_SESSIONS:
-        if kind in kinds:
-            raise ModelRefused(f"RoPE of type {kind!r} depends on what shares a step; not supported", field="target")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelRefused("chunked attention is not supported", field="target")
+def _pass(model: Any, pool: PagedKVCache, cache: SessionCache, tokens: torch.Tensor) -> torch.Tensor:
+    """Return logits [n, vocab] float32 of `tokens` [1, n] read after what `cache` holds."""
+    start, count = cache.length, tokens.shape[1]
+    batch = RaggedBatch(pool, [RowSpan(cache, 0, count, start)], cache.slots[start : start + count])
+    rows = torch.arange(count, device=tokens.device)
+    wanted = rows.flip(0)  # some models do not look at which rows are wanted
+    return own_pass(model, tokens, (start + rows)[None], wanted, batch)[0][0].float().flip(0)
 
 
-def _check_kinds(config: Any) -> None:
-    """Refuse a config whose layers, by the cache that transformers builds for it, keep more than keys and values."""
+def _check_kinds(config: Any, attached: int) -> None:
+    """Refuse a config whose layers, by the cache that transformers builds for it, keep what nobody here can.
+
+    That is what is neither keys and values nor, in `attached` layers, states of functions along the rows.
+    """
     from transformers import DynamicCache
 
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelRefused("chunked attention is not supported", field="target")
     others = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
-    if kinds := sorted(set(others) - _PLAIN_LAYERS):
+    if kinds := sorted(set(others) - _PLAIN_LAYERS - (_STATE_LAYERS if attached else set())):
         types = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
         raise _more_is_kept(config, f"layers of type {', '.join(types or kinds)} ({', '.join(kinds)})")
 
 
-def _check_kept(config: Any, output: Any) -> set[int]:
-    """Return the layers whose keys and values a pass has kept; refuse whatever else it has."""
+def _check_kept(config: Any, output: Any, attached: int) -> set[int]:
+    """Return the layers whose keys and values a pass has kept; refuse what else it has but states in `attached`."""
     for name in sorted(set(output) - _ANSWERS):
         if _holds_tensors(output[name]):
             raise _more_is_kept(config, name)
-    cache = output.get("past_key_values")
+    cache = next((output[name] for name in _CACHES if name in output), None)
     if cache is None or not hasattr(cache, "layers"):
         raise ModelRefused(f"{config.model_type} keeps no keys and values; it is no decoder of text", field="target")
     if names := [name for name, value in vars(cache).items() if name != "layers" and _holds_tensors(value)]:
         raise _more_is_kept(config, ", ".join(names))
     kept = set()
     for index, layer in enumerate(cache.layers):
-        if names := [name for name, value in vars(layer).items() if name not in _KEPT and _holds_tensors(value)]:
-            raise _more_is_kept(config, f"{', '.join(names)} in layer {index}")
-        keys, values = layer.keys, layer.values
-        if keys is None:
-            continue
-        kept.add(index)
-        if keys.shape != values.shape:
-            raise ModelRefused(
-                f"{config.model_type} keeps keys of {keys.shape[-1]} numbers a head and values of {values.shape[-1]} "
-                "(latent attention); the paged KV cache has one size for both, so it is not supported",
-                field="target",
-            )
+        held = {name for name, value in vars(layer).items() if _holds_tensors(value)}
+        attached -= bool(held & _STATES)
+        if others := sorted(held - _KEPT - (_STATES if attached >= 0 else set())):
+            raise _more_is_kept(config, f"{', '.join(others)} in layer {index}")
+        if getattr(layer, "keys", None) is not None:
+            kept.add(index)
     return kept
 
 

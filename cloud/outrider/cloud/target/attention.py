@@ -103,12 +103,20 @@ class RaggedBatch:
             self.pool.clear(layer, self.rest)
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv_heads: int, scaling: float | None, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv_heads: int,
+        scaling: float | None,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Let the rows of `query` [1, heads, rows, head_dim] attend to what is written, each session in its own calls.
 
         Scores are multiplied by `scaling` (None: 1 / sqrt(head_dim)), and bounded by tanh at `softcap` (Gemma 2; None:
-        they are not). A row sees `window` positions, itself included; 0: all.
+        they are not). A row sees `window` positions, itself included; 0: all. `sinks` [heads] are the scores of a key
+        without a value that each row sees besides (GPT-OSS; None: there is none).
 
         Returns:
             [1, rows of all spans, heads, head_dim].
@@ -128,6 +136,7 @@ class RaggedBatch:
                     self.mask(block, window, group, query.dtype),
                     scaling,
                     softcap,
+                    None if sinks is None else _filled(_of_rows(sinks, kv_heads, block.count)).to(query.dtype),
                 )
                 attended.append(seen[:, :, : group * block.count].reshape(1, kv_heads * group, block.count, -1))
         together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
@@ -175,6 +184,11 @@ def _filled(rows: torch.Tensor) -> torch.Tensor:
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
+def _of_rows(sinks: torch.Tensor, kv_heads: int, count: int) -> torch.Tensor:
+    """Return [1, kv_heads, heads of each * count, 1]: of each of `count` rows of each head of `sinks` [heads], its."""
+    return sinks.repeat_interleave(count).view(1, kv_heads, -1, 1)
+
+
 def paged_attention(
     module: Any,
     query: torch.Tensor,
@@ -185,6 +199,7 @@ def paged_attention(
     dropout: float = 0.0,  # noqa: ARG001 - transformers' signature; targets never train here
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     outrider_batch: RaggedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -199,11 +214,11 @@ def paged_attention(
     """
     if outrider_batch is None:
         raise ModelRefused("this architecture does not hand keywords to its attention", field="target")
-    if kwargs.get("s_aux") is not None:
-        raise ModelRefused("attention sinks are not supported", field="target")
+    if kwargs.get("indices") is not None:
+        raise ModelRefused("attention to chosen positions is not supported", field="target")
     batch, layer = outrider_batch, module.layer_idx
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    attended = batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap)
+    attended = batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap, s_aux)
     missing = query.shape[2] - attended.shape[1]
     return (functional.pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended).contiguous(), None
 
@@ -215,10 +230,17 @@ def _attend(
     mask: torch.Tensor,
     scaling: float | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend for one session: query [1, kv_heads, n, d], keys and values [1, kv_heads, keys, d], to query's shape."""
-    if softcap is None:
+    """Attend for one session: query [1, kv_heads, n, d], keys and values [1, kv_heads, keys, d or another for values].
+
+    The n rows are those of the heads of a key head, one head after the other, and as many as fill them up.
+    """
+    if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap) + mask
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)) + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks], dim=-1)
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ values
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

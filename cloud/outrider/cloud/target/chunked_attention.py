@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from outrider.cloud.target.attention import CALL_ROWS, RaggedBatch, RowSpan, rounded_up
 from outrider.cloud.target.kv_cache import BranchCache
@@ -153,7 +154,14 @@ class ChunkedBatch(RaggedBatch):
     plans: dict[tuple[_Heads, int], Sequence[_Band]] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv_heads: int, scaling: float | None, window: int, softcap: float | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv_heads: int,
+        scaling: float | None,
+        window: int,
+        softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, num_heads, rows, size = query.shape
         heads = _Heads(kv_heads, num_heads // kv_heads, size)
@@ -170,7 +178,7 @@ class ChunkedBatch(RaggedBatch):
                 results, logarithms = _attend(own, call.keys, call.values, call.mask, scaling, softcap)
                 seen.append(results.reshape(-1, results.shape[-1]))
                 sums.append(logarithms.reshape(-1))
-            bands.append(_together(_joined(seen), _joined(sums), band))
+            bands.append(_together(_joined(seen), _joined(sums), band, sinks))
         return _joined(bands).view(1, len(self.slots), num_heads, -1)
 
     @property
@@ -342,12 +350,25 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _together(seen: torch.Tensor, sums: torch.Tensor, band: _Band) -> torch.Tensor:
-    """Return [rows * heads, head_dim] of the entries' results and the logarithms of their sums."""
+def _together(seen: torch.Tensor, sums: torch.Tensor, band: _Band, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Return [rows * heads, head_dim] of the entries' results and the logarithms of their sums.
+
+    `sinks` [heads] are the logarithms of what each head adds to the sums.
+    """
     results = seen.index_select(0, band.results)
-    if band.absent is None:
+    if band.absent is None and sinks is None:
         return results
-    weights = torch.softmax(sums.index_select(0, band.results).view_as(band.absent) + band.absent, dim=0)
+    logarithms = sums.index_select(0, band.results)
+    if band.absent is not None:
+        logarithms = logarithms.view_as(band.absent) + band.absent
+    else:
+        logarithms = functional.pad(logarithms, (0, -band.count % _VECTOR))[None]
+        results = functional.pad(results, (0, 0, 0, -band.count % _VECTOR))
+    chunks = len(logarithms)
+    if sinks is not None:
+        of_rows = sinks.float().repeat(-(-logarithms.shape[1] // len(sinks)))[None, : logarithms.shape[1]]
+        logarithms = torch.cat([logarithms, of_rows])
+    weights = torch.softmax(logarithms, dim=0)[:chunks]
     weighted = results.view(*weights.shape, -1)[:, : band.count] * weights[:, : band.count, None]
     total = weighted[0]
     for each in weighted[1:]:  # one by one: where a chunk is absent, nothing else changes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,9 @@ import torch
 
 from outrider.cloud.target.backend import Capacity
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
+from outrider.cloud.target.session_states import BORDER, SessionStates
+
+MAX_STATES = 32  # texts
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class SessionCache:
         known: first full pages of its text as others find them, which may be copies elsewhere.
         copied: page from which the end of what it found was copied; None: from none.
         trusted: whether others may use what it has computed.
+        states: what it keeps of layers whose state cannot be cut back.
     """
 
     page_size: int
@@ -43,6 +47,7 @@ class SessionCache:
     known: list[CachedPage] = field(default_factory=list)
     copied: CachedPage | None = None
     trusted: bool = True
+    states: SessionStates = field(default_factory=SessionStates)
     first_slot: int = 0
     contiguous: bool = True
 
@@ -70,9 +75,14 @@ class SessionCache:
         self.tokens += tokens
 
     def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on; what is forgotten is overwritten later, never read."""
+        """Forget all positions from `length` on; what is forgotten is overwritten later, never read.
+
+        Where a state lies beyond `length`, nothing is left.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
+        if not length or length < self.states.border:
+            length, self.states = 0, type(self.states)()
         del self.tokens[length:]
         del self.known[length // self.page_size :]
 
@@ -138,6 +148,7 @@ class BranchCache(SessionCache):
         for layer in pool.layers:
             pool.copy(layer, self.slots[own], cache.slots[own])
         cache.extend(self.tokens)
+        cache.states.follow(self.states, self.base)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -158,9 +169,18 @@ class PagedKVCache:
     Attributes:
         free_pages: pages that no session holds, cached ones included.
         blank_page: page of zeros that no session ever holds.
+        max_states: texts whose states are kept.
     """
 
-    def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        new_states: Callable[[], SessionStates] | None = None,
+    ) -> None:
+        """Hold `tokens` positions; `new_states` makes what a session keeps besides; None: it keeps nothing."""
         self.page_size = page_size
         self.page_count = self.free_pages = self.blank_page = tokens // page_size
         self._dtype = dtype
@@ -170,6 +190,8 @@ class PagedKVCache:
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._holders = np.zeros(self.page_count, dtype=np.int32)
         self._tree = PrefixTree(self.page_count)
+        self.max_states = MAX_STATES
+        self.new_states = new_states
 
     @property
     def capacity(self) -> Capacity:
@@ -242,6 +264,10 @@ class PagedKVCache:
         """Return the share of a new session, which holds as many of the first `tokens` [n] as the pool has."""
         cache = SessionCache(self.page_size, self.slots_of([]), isolation)
         cache.known = self._tree.find(isolation, tokens, self.page_size)
+        if self.new_states is not None:
+            cache.states = self.new_states()
+            self._go_on_from_states(cache)
+            tokens = tokens[: len(cache.known) * self.page_size]
         full = len(cache.known) * self.page_size
         rest = tokens[full : full + self.page_size]
         end, common = self._tree.closest(isolation, cache.known[-1] if cache.known else None, rest)
@@ -281,6 +307,8 @@ class PagedKVCache:
 
         Its text stays cached, its end included.
         """
+        if states := cache.states.states():
+            cache.states.kept[cache.states.border] = states
         self.register(cache, cache.length)
         full = cache.length // self.page_size
         last = cache.known[-1] if cache.known else None
@@ -303,6 +331,7 @@ class PagedKVCache:
         for i in range(len(known), length // size):
             tokens = tuple(cache.tokens[i * size : (i + 1) * size])
             known.append(self._tree.add(cache.isolation, known[-1] if known else None, tokens, cache.pages[i]))
+        self._keep_states(cache)
 
     def distrust(self, cache: SessionCache) -> None:
         """Let nobody find what a session holds, since it may be wrong."""
@@ -337,6 +366,30 @@ class PagedKVCache:
             yield list(pages)
         finally:
             self._drop(pages)
+
+    # --- states ---
+
+    def _go_on_from_states(self, cache: SessionCache) -> None:
+        """Have a new session begin at the last of its known pages that has states.
+
+        Where others have read on from there, the texts part, and more may come that begin alike.
+        """
+        parted = len(cache.known) * self.page_size
+        states = None
+        while cache.known and (states := self._tree.states(cache.known[-1])) is None:
+            cache.known.pop()
+        begins = len(cache.known) * self.page_size
+        if states is not None:
+            cache.states = SessionStates.at(begins, states)
+        if parted - parted % BORDER > begins:
+            cache.states.wanted.add(parted - parted % BORDER)
+
+    def _keep_states(self, cache: SessionCache) -> None:
+        """Keep those states of a session that others may want."""
+        kept, cache.states.kept = cache.states.kept, {}
+        for border, states in kept.items():
+            if border % self.page_size == 0 and border <= len(cache.known) * self.page_size:
+                self._tree.keep_states(cache.known[border // self.page_size - 1], states, self.max_states)
 
     # --- pages ---
 

@@ -12,6 +12,7 @@ from outrider.proto.errors import ModelRefused
 CPU_SHARE = 0.25  # of the memory at hand; others need theirs, and pages take memory only when they are written
 GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations and logits
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
+_WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}  # kinds of layers
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
@@ -22,15 +23,17 @@ def session_length(config: Any, asked: int) -> int:
     return min(asked or made_for, made_for)
 
 
-def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, most: int) -> int:
+def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, most: int, others: int = 0) -> int:
     """Return for how many positions of `dtype` there is memory beside the weights, which are loaded, `most` at most.
+
+    Sessions may keep `others` bytes besides.
 
     Raises:
         ModelRefused: there is no memory for 16 positions.
     """
     on_gpu = device.type == "cuda"
     memory = GPU_SHARE * torch.cuda.mem_get_info(device)[0] if on_gpu else CPU_SHARE * available_bytes()
-    tokens = min(most, int(memory // bytes_per_token(config, dtype)))
+    tokens = min(most, int((memory - others) // max(1, bytes_per_token(config, dtype))))
     if tokens < 16:
         raise ModelRefused(f"{memory / 2**20:.0f} MiB of memory are too few for a KV cache", field="kv_tokens")
     return tokens
@@ -50,11 +53,17 @@ def check_memory(kv_tokens: int, config: Any, dtype: torch.dtype) -> None:
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes that keys and values of one position take in all layers."""
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # Gemma 4's differ
+    types = getattr(config, "layer_types", None) or []
+    if len(types) == len(layers):
+        layers = [layer for layer, kind in zip(layers, types, strict=True) if kind not in _WITHOUT_KEYS]
     numbers = 0
     for layer in layers:
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        numbers += 2 * heads * head_dim
+        query_heads = getattr(layer, "num_attention_heads", 0)  # no layer of Mamba has any
+        if getattr(layer, "kv_lora_rank", None):  # latent attention, whose keys and values are kept by head
+            numbers += query_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
+        elif query_heads:
+            heads = getattr(layer, "num_key_value_heads", None) or query_heads
+            numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // query_heads)
     return int(numbers * dtype.itemsize)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.cloud.target.session_states import States
 from outrider.proto.types import common_length
 
 
@@ -48,6 +49,7 @@ class PrefixTree:
         self.cached = np.zeros(page_count, dtype=bool)
         self._roots: dict[str, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
+        self._with_states: OrderedDict[CachedPage, States] = OrderedDict()  # longest unused first
         self._idle: defaultdict[str, OrderedDict[CachedPage, None]] = defaultdict(OrderedDict)  # longest unused first
 
     @property
@@ -110,6 +112,7 @@ class PrefixTree:
             stack += gone.children.values()
             del self._by_page[gone.page]
             self._idle[gone.key].pop(gone, None)
+            self._with_states.pop(gone, None)
             self.cached[gone.page] = False
         if parent.parent is None and not parent.children:
             del self._roots[parent.isolation]
@@ -135,6 +138,19 @@ class PrefixTree:
         """Note that a page's text was used just now, also where nobody holds it."""
         if cached in self._idle[cached.key]:
             self._idle[cached.key].move_to_end(cached)
+
+    def states(self, cached: CachedPage) -> States | None:
+        """Return the states at the end of a page, which are used now; None: they are not kept."""
+        if cached in self._with_states:
+            self._with_states.move_to_end(cached)
+        return self._with_states.get(cached)
+
+    def keep_states(self, cached: CachedPage, states: States, most: int) -> None:
+        """Keep the states at the end of a page, and `most` in all."""
+        self._with_states[cached] = states
+        self._with_states.move_to_end(cached)
+        while len(self._with_states) > most:
+            self._with_states.popitem(last=False)
 
     def next_to_evict(self) -> CachedPage:
         """Return the page used least recently of the key that has most pages that nobody holds; there must be one."""

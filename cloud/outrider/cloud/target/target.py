@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,31 +14,27 @@ import torch
 from transformers import AttentionInterface
 
 from outrider.cloud.models.family_index import (
-    embedded_targets,
     eos_tokens,
-    find_target,
-    first_line,
-    load_tokenizer,
-    tokenizer_file,
 )
 from outrider.cloud.target import attention
-from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
+from outrider.cloud.target.architecture import CHECK_TOLERANCE, REJECTED, checked_length, steps
 from outrider.cloud.target.attention import BLOCK, RaggedBatch, RowSpan, rounded_up
-from outrider.cloud.target.backend import dtype_name, precision_of, quantization_of
+from outrider.cloud.target.backend import precision_of, quantization_of
 from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
-from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory, session_length
-from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
+from outrider.cloud.target.kv_cache import MAX_STATES, PagedKVCache, SessionCache
+from outrider.cloud.target.kv_size import kv_tokens_by_memory, session_length
+from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing
 from outrider.cloud.target.projection import Taps
-from outrider.cloud.target.recorded.straight_pass import Pass, StraightPass, own_pass, straight_pass
-from outrider.cloud.verifier_config import AUTO, DTYPES
-from outrider.proto.errors import ModelRefused, NotFound
+from outrider.cloud.target.recorded.straight_pass import Pass, StraightPass, own_pass
+from outrider.cloud.target.recurrence import attach
+from outrider.cloud.target.session_states import BORDER, SessionStates
+from outrider.proto.errors import ModelRefused
 from outrider.proto.plumbing.logs import STAGES
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Guarantee
 
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
-_COMPARED, _DEEP, _FEW = 288, 1300, 4
+_COMPARED, _DEEP, _FAR, _FEW = 288, 1300, 24, 4
 _PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 4, 7, 1, 10)
 _BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
 
@@ -80,11 +74,15 @@ FREE = Passes(Guarantee.DISTRIBUTION, block=512)
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """One session's rows of a step: `tokens` [n] from position cache.length on, logits for the last `wanted`."""
+    """One session's rows of a step: `tokens` [n] from position cache.length on, logits for the last `wanted`.
+
+    The last `drafts` of them may be cut back.
+    """
 
     cache: SessionCache
     tokens: tuple[int, ...]
     wanted: int
+    drafts: int = 0
 
 
 class Target:
@@ -95,7 +93,12 @@ class Target:
         passes: how the rows of a step are put into passes, which `load_target` chooses too.
         straight: the model's pass in a straight line; None: the model runs as it is written.
         model_pass: the function that runs, of what `PassInputs` has.
+        attention: the attention function by which the model runs.
+        verifies_branches: whether a step can verify branches beside a session's block.
     """
+
+    attention = attention.NAME
+    verifies_branches = True
 
     def __init__(
         self,
@@ -122,12 +125,20 @@ class Target:
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         longest = session_length(config, context_length)
-        kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
+        new_states = self._new_states(model)
+        states = (max_sessions + MAX_STATES) * _state_bytes(model) if new_states is SessionStates else 0
+        most = max_sessions * longest
+        kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, most, states)
         self.eos_tokens = eos_tokens(model.generation_config, config)
-        self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
+        self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device, new_states)
         self.context_length = min(longest, self.pool.page_count * page_size)
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(self.attention)
         self._tapped: Taps | None = None
+
+    @staticmethod
+    def _new_states(model: Any) -> Callable[[], SessionStates] | None:
+        """Return what makes the states of a session; None: all layers keep keys and values alone."""
+        return SessionStates if attach(model) else None
 
     @property
     def precision(self) -> str:
@@ -155,12 +166,13 @@ class Target:
             self._tapped.begin()
         for rows in batch:
             self.pool.begin_write(rows.cache, len(rows.tokens))
+            rows.cache.states.read(rows.cache.length + len(rows.tokens) - rows.drafts)
         logits = [self._pass(pieces) for pieces in _cut(batch, self.passes.limit)]
         for rows in batch:
             rows.cache.extend(rows.tokens)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _pass(self, pieces: Sequence[_Piece]) -> torch.Tensor:
+    def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return logits of the wanted rows [n, vocab] among those of one pass."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -210,15 +222,19 @@ class Target:
         wanted = checked_length(self.model.config.get_text_config())
         length = min(wanted, self.context_length, self.pool.page_count * self.pool.page_size)
         tokens = torch.randint(0, self.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-        cache = self.pool.allocate(length)
-        cuts = itertools.pairwise(steps(length))
+        cache, pieces = self.pool.allocate(length), []
         try:
-            pieces = [self.forward([SessionRows(cache, tuple(tokens[a:b]), b - a)]) for a, b in cuts]
+            for start, end in itertools.pairwise(steps(length)):
+                if start:
+                    rejected = tuple(tokens[: min(REJECTED, length - start)])
+                    self.forward([SessionRows(cache, rejected, 1, len(rejected))])
+                    cache.truncate(start)
+                pieces.append(self.forward([SessionRows(cache, tuple(tokens[start:end]), end - start)]))
         finally:
             self.pool.release(cache)
         self.model.set_attn_implementation("eager")
         plain = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(attention.NAME)
+        self.model.set_attn_implementation(self.attention)
         difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
         if not difference <= CHECK_TOLERANCE[self.dtype]:
             raise ModelRefused(
@@ -233,6 +249,8 @@ class Target:
         room = self.pool.page_count * self.pool.page_size
         length = min(_COMPARED, self.context_length, room // 3 - self.pool.page_size)
         depth = min(_DEEP, self.context_length, (room - length) // 2 - self.pool.page_size)
+        if depth > length + _FAR:
+            depth -= (depth - _FAR - length) % BORDER  # states go on only where chunks lie alike
         if length < 1:
             log.warning("a KV cache of %d positions is too small to compare a row's bits in it", room)
             return False
@@ -248,10 +266,10 @@ class Target:
             together = self._logits(one, tokens[:length], (length - rows or rows, rows), ((),), beside)
             if not self._same(together, self._logits(other, tokens[:length], _PIECES, _BESIDE, beside), one, other):
                 return False
-            far = tokens[depth - 24 :] if depth > length + 24 else []
+            far = tokens[depth - _FAR :] if depth > length + _FAR else []
             for cache in (one, other):
                 self._repeat(cache, depth - len(far) if far else length)
-            together = self._logits(one, far, (24,), ((),), beside)
+            together = self._logits(one, far, (_FAR,), ((),), beside)
             return self._same(together, self._logits(other, far, _PIECES, _BESIDE, beside), one, other)
         finally:
             for cache in caches:
@@ -286,6 +304,7 @@ class Target:
         for layer in self.pool.layers:
             keys, values = self.pool.read(layer, cache, cache.length)
             self.pool.write(layer, cache.slots[:length], keys[source], values[source])
+        cache.states.shift(length - cache.length)
         cache.extend([0] * (length - cache.length))  # whatever they are: nobody looks for them
 
     def _same(self, logits: torch.Tensor, others: torch.Tensor, cache: SessionCache, other: SessionCache) -> bool:
@@ -293,15 +312,34 @@ class Target:
             zip(*(self.pool.read(layer, each, cache.length) for each in (cache, other)), strict=True)
             for layer in self.pool.layers
         )
-        return torch.equal(logits, others) and all(torch.equal(*pair) for pairs in held for pair in pairs)
+        states, of_other = cache.states.states(), other.states.states()
+        return (
+            torch.equal(logits, others)
+            and all(torch.equal(*pair) for pairs in held for pair in pairs)
+            and all(torch.equal(states[key], of_other[key]) for key in states)
+        )
 
 
-_Piece = tuple[SessionRows, int, int]  # the rows from begin to end of a session's rows in one pass
+@torch.inference_mode()
+def _state_bytes(model: Any) -> int:
+    """Return the bytes that a session's states take, for a model whose attention is that of the paged KV cache."""
+    model.set_attn_implementation(attention.NAME)
+    pool = PagedKVCache(BORDER, BORDER, model.dtype, model.device)
+    cache = pool.allocate(BORDER)
+    cache.states.read(BORDER)
+    rows = torch.arange(BORDER, device=model.device)
+    own_pass(
+        model, rows[None] % 2, rows[None], rows[-1:], RaggedBatch(pool, [RowSpan(cache, 0, BORDER, 0)], cache.slots)
+    )
+    return sum(state.nbytes for state in cache.states.states().values())
 
 
-def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
+Piece = tuple[SessionRows, int, int]  # the rows from begin to end of a session's rows in one pass
+
+
+def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[Piece]]:
     """Cut rows into passes of `limit` at most."""
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     room = limit
     for rows in batch:
         begin = 0
@@ -315,172 +353,3 @@ def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
                 pieces, room = [], limit
     if pieces:
         yield pieces
-
-
-def load_target(
-    target: str,
-    *,
-    device: str = "cpu",
-    dtype: str = "float32",
-    kv_tokens: int = 0,
-    page_size: int = 16,
-    context_length: int = 0,
-    max_sessions: int = 32,
-    exact: str = "auto",
-    packed: bool = True,
-    straight: bool = True,
-) -> Target:
-    """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
-
-    With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill. On a
-    CPU the linear layers get a second, packed copy of their weights where that is better and memory allows it, unless
-    `packed` is false.
-
-    With `exact` "auto", a row on a CPU keeps its bits whatever shares its step: in passes of all rows if a check finds
-    that this processor's kernels allow it, else in tiles. On other devices "auto" is "off", since tiles would read all
-    weights once for 16 rows.
-
-    With `dtype` "auto" it is the type that `load_automatically` finds.
-
-    Raises:
-        NotFound: no such model, or the hub cannot be reached.
-        ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
-    """
-    source = find_target(target)
-
-    def load(chosen: str) -> Target:
-        stages.info("reading weights as %s", chosen)
-        tokenizer = tokenizer_json(source, target)
-        model = load_model(source, target, device=device, dtype=chosen)
-        stages.info("checking the architecture")
-        check_architecture(model)
-        if device == "cpu":
-            replace_conv1d(model)
-            check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
-        shortened = straight_pass(model) if straight and device == "cpu" else None
-        products = model if shortened is None else shortened.linears
-        stages.info("packing weights")
-        packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
-        loaded = Target(
-            model,
-            tokenizer,
-            kv_tokens=kv_tokens,
-            page_size=page_size,
-            context_length=context_length,
-            max_sessions=max_sessions,
-            packing=packing,
-            straight=shortened,
-        )
-        stages.info("trying whether rows keep their bits")
-        loaded.passes = _passes(loaded, exact)
-        difference = loaded.check()
-        log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, chosen, device, difference)
-        if packed and loaded.device.type == "cpu":
-            log.info("linear layers of %s: %s", target, packing)
-        log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
-        return loaded
-
-    return load_automatically(load, source, device=device, exact=exact) if dtype == AUTO else load(dtype)
-
-
-def load_automatically(load: Callable[[str], Target], source: str, *, device: str, exact: str) -> Target:
-    """Let `load` load the target at `source` in the type, one of `DTYPES`, that suits `device`.
-
-    On a CPU that is bfloat16 where the processor multiplies in it and the target's rows keep their bits as `exact`
-    asks, else float32; on other devices what the model's config says.
-
-    Raises:
-        NotFound, ModelRefused: it cannot be loaded in the type that is left.
-    """
-    if device.partition(":")[0] != "cpu":
-        return load(configured_dtype(source))
-    if exact != "off" and multiplies_in_bfloat16():
-        wanted = Guarantee.BYTES_BY_TILES if exact == "tiles" else Guarantee.BYTES
-        try:
-            target = load("bfloat16")
-            if target.passes.guarantee is wanted:
-                return target
-            found = target.passes.guarantee.value
-            log.info("not in bfloat16: its rows keep %s there, and %s was wanted", found, wanted.value)
-            del target
-        except ModelRefused as error:
-            log.info("not in bfloat16: %s", error)
-        gc.collect()  # a model holds itself in cycles, and the KV cache of the next takes what memory is free
-    return load("float32")
-
-
-def multiplies_in_bfloat16() -> bool:
-    """Return whether this processor has instructions for bfloat16; without them it is slower than float32."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def configured_dtype(source: str) -> str:
-    """Return the type that the config of the model at `source` names; bfloat16 where it names none that is known."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError):
-        return "bfloat16"  # whoever loads the model says what is wrong with it
-    dtype = config.get_text_config().dtype or config.dtype
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
-    return name if name in DTYPES else "bfloat16"
-
-
-def _passes(target: Target, exact: str) -> Passes:
-    """Return the first passes by which rows keep their bits, the cheapest first."""
-    if exact == "off" or (exact == "auto" and target.device.type != "cpu"):
-        return FREE
-    least = target.packing.row_multiple
-    # In 16-bit types torch's attention packs keys by the work of each thread, so by what else is in the call.
-    together = TOGETHER if target.dtype == torch.float32 or torch.get_num_threads() == 1 else ()
-    whole = (*together, *ROUNDED) if exact == "auto" and least else ()
-    rounded = [passes for passes in whole if passes.multiple >= least]
-    for target.passes in (*rounded, TILES):
-        if target.keeps_bits():
-            return target.passes
-    log.warning("rows do not keep their bits on %s, not even in tiles; texts keep their distribution", target.device)
-    return FREE
-
-
-def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
-    """Load transformers' model of a folder or hub name, with the rules and errors of `load_target`."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
-        )
-    except OSError as error:
-        raise NotFound(
-            f"cannot load {target!r}: {first_line(error)}; give a folder, a hub name that this machine can reach, "
-            f"or one of {', '.join(embedded_targets())}",
-            field="target",
-        ) from error
-    except SafetensorError as error:
-        message = f"the weights of {target!r} are damaged or cut off ({first_line(error)}); fetch or copy them again"
-        raise ModelRefused(message, field="target") from error
-    except ValueError as error:
-        raise ModelRefused(f"{target!r}: {first_line(error)}", field="target") from error
-    try:
-        return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise ModelRefused(f"cannot move {target!r} to {device}: {first_line(error)}", field="device") from error
-
-
-def tokenizer_json(source: str, target: str) -> str:
-    """Return the text of the fast tokenizer's file; where a repository has none, transformers converts another."""
-    if (file := tokenizer_file(source)) is not None:
-        return file.read_text(encoding="utf-8")
-    try:
-        tokenizer = load_tokenizer(source)
-    except (OSError, ValueError) as error:
-        message = f"cannot load the tokenizer of {target!r}; is its tokenizer.json there? {first_line(error)}"
-        raise NotFound(message, field="target") from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
-    return str(json.dumps(json.loads(backend.to_str())))

@@ -45,7 +45,7 @@ class TransformersBackend:
             guarantee=target.passes.guarantee,
             precision=target.precision,
             scores_prompts=True,
-            verifies_branches=True,
+            verifies_branches=target.verifies_branches,
         )
 
     @property
@@ -144,7 +144,7 @@ def _own(handle: Handle) -> SessionCache:
 def _session_rows(row: StepRow) -> SessionRows:
     cache, verification = _own(row.handle), row.verification
     drafts = () if verification is None else token_ids(verification.block)
-    return SessionRows(cache, (*row.tokens, *drafts), _wanted_rows(row))
+    return SessionRows(cache, (*row.tokens, *drafts), _wanted_rows(row), len(drafts))
 
 
 def _branch_rows(branch: _Branch) -> SessionRows:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from outrider.cloud.export.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import reduce_vocabulary, tokens_of
-from outrider.cloud.target.target import tokenizer_json
+from outrider.cloud.target.target_loading import tokenizer_json
 from outrider.cloud.training.measured_acceptance import logits_of
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out

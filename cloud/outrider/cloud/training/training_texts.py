@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm
-from outrider.cloud.target.target import tokenizer_json
+from outrider.cloud.target.target_loading import tokenizer_json
 from outrider.cloud.training.measured_acceptance import HeldOutText
 from outrider.cloud.training.teacher import TeacherFolder, TeacherRows
 from outrider.cloud.training.training_settings import Training

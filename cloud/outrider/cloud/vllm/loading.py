@@ -13,7 +13,7 @@ import torch
 from outrider.cloud.models.family_index import eos_tokens, find_target, first_line
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory, session_length
-from outrider.cloud.target.target import tokenizer_json
+from outrider.cloud.target.target_loading import tokenizer_json
 from outrider.cloud.verifier_config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
 from outrider.cloud.vllm.vllm_backend import VllmBackend

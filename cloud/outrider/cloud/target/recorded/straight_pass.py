@@ -31,6 +31,7 @@ from outrider.cloud.target.recorded.call_recorder import (
     unified,
     values_in,
 )
+from outrider.cloud.target.recurrence import rows_of
 from outrider.proto.errors import ModelRefused
 
 Pass = Callable[..., tuple[torch.Tensor, ...]]
@@ -152,9 +153,10 @@ def own_pass(
     model: Any, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, batch: RaggedBatch
 ) -> tuple[torch.Tensor]:
     """Return logits [1, n, vocab] of the model as it is written."""
-    logits: torch.Tensor = model(
-        input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=wanted, outrider_batch=batch
-    ).logits
+    with rows_of(batch.spans):
+        logits: torch.Tensor = model(
+            input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=wanted, outrider_batch=batch
+        ).logits
     return (logits,)
 
 

@@ -1,0 +1,215 @@
+"""State that cannot be cut back: short convolutions, linear attention and state spaces beside the paged KV cache.
+
+Such a layer is a function along the rows of a text that leaves a state behind. transformers gives these functions the
+same names in all families, so each is replaced, layer by layer, by one that calls it for each session's rows alone.
+
+A session keeps, for each function, the state at a *border*, a multiple of 16 positions, and the arguments of the rows
+after it. A step runs from there over those rows and its own: to cut back is to drop rows, and a branch is other rows
+after the same state. The border moves only over tokens that are in the transcript for good. The arguments are small,
+and the products with the layer's weights that made them are not computed again.
+
+Functions that work in chunks are called for 16 rows at the same positions however a text is cut into steps, so a row
+keeps its bits as far as the kernels allow it (`Target.keeps_bits` tries).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from outrider.cloud.target.attention import RowSpan
+from outrider.cloud.target.kv_cache import BranchCache
+from outrider.cloud.target.session_states import BORDER, Key, RowArguments
+
+_Run = tuple[torch.Tensor, torch.Tensor]  # results of rows, and the state after them
+_Runs = Callable[[RowArguments, torch.Tensor | None], _Run]
+
+_spans: ContextVar[Sequence[RowSpan]] = ContextVar("spans of the pass", default=())
+
+
+@contextmanager
+def rows_of(spans: Sequence[RowSpan]) -> Iterator[None]:
+    """Let functions of attached models take their rows for those of `spans`; outside they are the model's own."""
+    token = _spans.set(spans)
+    try:
+        yield
+    finally:
+        _spans.reset(token)
+
+
+def attach(model: Any) -> int:
+    """Have each layer of `model` that keeps a state run by session; return the number of such layers."""
+    attached = 0
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+        functions = [function for function in _FUNCTIONS if function.name in names]
+        if not functions:
+            continue
+        known = forward.__globals__
+        ours = {each.name: partial(_by_session, each, known, (attached, i)) for i, each in enumerate(functions)}
+        code, defaults = forward.__code__, forward.__defaults__
+        replaced = FunctionType(code, known | ours, forward.__name__, defaults, forward.__closure__)
+        replaced.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(replaced, module)
+        attached += 1
+    return attached
+
+
+class _RowFunction(ABC):
+    """A function along rows.
+
+    Attributes:
+        name: its name in the modules of transformers.
+        rows: its arguments that have a part for each row, and their dimension along the rows.
+        along: dimension of its results along the rows.
+        returns_state: whether it returns a state, or None, beside the results even if none is asked for.
+    """
+
+    returns_state = False
+
+    def __init__(self, name: str, rows: Sequence[str], along: int) -> None:
+        self.name = name
+        self.rows = dict.fromkeys(rows, along)
+        self.along = along
+
+    @abstractmethod
+    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        """Run rows after `state` (None: at the beginning), with the family's functions `known` and all arguments."""
+
+
+class _Convolution(_RowFunction):
+    """A causal convolution: all that a layer of LFM2 is, and the beginning of others; its state is what it saw last."""
+
+    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        columns, seen = given.pop("hidden_states"), given["weight"].shape[-1] - 1
+        state = columns.new_zeros(*columns.shape[:2], seen) if state is None else state
+        results = []
+        for part in columns.split(BORDER, dim=2):
+            chunk = torch.cat([state, part], dim=2)
+            result = known[self.name](functional.pad(chunk, (0, BORDER - part.shape[2])), **given)
+            results.append(result[..., seen : chunk.shape[2]])
+            state = chunk[..., chunk.shape[2] - seen :].clone()
+        return torch.cat(results, dim=2), state
+
+
+class _Chunked(_RowFunction):
+    """A function that works in chunks, called for one at a time: some add up over all chunks of a call.
+
+    Args:
+        initial: its argument for the state before.
+        final: its argument that asks for the state after.
+    """
+
+    def __init__(self, name: str, rows: Sequence[str], initial: str, final: str, *, returns_state: bool) -> None:
+        super().__init__(name, rows, along=1)
+        self.returns_state = returns_state
+        self._initial, self._final = initial, final
+
+    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        given |= {self._final: True, "chunk_size": BORDER}
+        rows = [given.pop(name) for name in self.rows]
+        count, results = rows[0].shape[1], []
+        filled = [_filled(each, -count % BORDER).split(BORDER, dim=1) for each in rows]
+        for chunk in zip(*filled, strict=True):
+            given |= {name: each.contiguous() for name, each in zip(self.rows, chunk, strict=True)}
+            result, state = known[self.name](**given | {self._initial: state})
+            results.append(result)
+        if state is None:
+            raise ValueError(f"{self.name} returns no state")
+        return torch.cat(results, dim=1)[:, :count], state
+
+
+class _Mamba(_RowFunction):
+    """Mamba (Gu and Dao 2023), row by row: the family's function for many rows takes no state."""
+
+    _NAMES = (("A", "A"), ("D", "D"), ("dt_bias", "delta_bias"), ("dt_softplus", "delta_softplus"))
+
+    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        rows = [given[name].movedim(2, 0).contiguous() for name in self.rows]
+        fixed = {name: given[other] for name, other in self._NAMES}
+        size = *given["hidden_states"].shape[:2], given["A"].shape[-1]
+        state = given["A"].new_zeros(size, dtype=torch.float32) if state is None else state.clone()
+        step = known["mamba_selective_state_update"]
+        results = [step(state, **dict(zip(self.rows, row, strict=True)), **fixed) for row in zip(*rows, strict=True)]
+        return torch.stack(results, dim=2), state
+
+
+_DELTA = ("query", "key", "value", "g", "beta"), "initial_state", "output_final_state"
+_STATE_SPACE = ("hidden_states", "dt", "B", "C"), "initial_states", "return_final_states"
+_FUNCTIONS: Sequence[_RowFunction] = (
+    _Convolution("causal_conv1d_fn", ("hidden_states",), along=2),
+    _Chunked("torch_chunk_gated_delta_rule", *_DELTA, returns_state=True),  # Gated DeltaNet (Yang et al. 2025)
+    _Chunked("chunk_kimi_delta_attention", *_DELTA, returns_state=True),
+    _Chunked("mamba2_chunk_scan", *_STATE_SPACE, returns_state=False),  # Mamba 2 (Dao and Gu 2024)
+    _Mamba("mamba_selective_scan", ("hidden_states", "dt", "B", "C", "z"), along=2),
+)
+
+
+def _filled(rows: torch.Tensor, missing: int) -> torch.Tensor:
+    """Append rows of zeros to [1, rows, ...]; nobody looks at what they do to a state."""
+    return torch.cat([rows, rows.new_zeros(1, missing, *rows.shape[2:])], dim=1) if missing else rows
+
+
+def _by_session(function: _RowFunction, known: Mapping[str, Any], key: Key, *args: Any, **kwargs: Any) -> Any:
+    """Run `function`: as it is outside of `rows_of`, else over the rows of each span, after their own state."""
+    spans, own = _spans.get(), known[function.name]
+    if not spans:
+        return own(*args, **kwargs)
+    given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    rows = RowArguments({name: given.pop(name) for name in function.rows}, function.rows)
+
+    def run(held: RowArguments, state: torch.Tensor | None) -> _Run:
+        return function.run(known, given | dict(held.arguments), state)
+
+    results = []
+    for span in spans:
+        new = rows.part(span.first, span.first + span.count)
+        of_span = _of_branch if isinstance(span.cache, BranchCache) else _of_session
+        whole = torch.cat(of_span(run, key, span, new), dim=function.along)
+        results.append(whole.narrow(function.along, whole.shape[function.along] - span.count, span.count))
+    if missing := len(rows) - spans[-1].first - spans[-1].count:  # rows that only fill up the pass
+        shape = list(results[0].shape)
+        shape[function.along] = missing
+        results.append(results[0].new_zeros(shape))
+    together = torch.cat(results, dim=function.along)
+    return (together, None) if function.returns_state else together
+
+
+def _of_session(run: _Runs, key: Key, span: RowSpan, new: RowArguments) -> list[torch.Tensor]:
+    """Return the results of rows that end with the `new` ones, and move the border where they are certain."""
+    states = span.cache.states
+    tail = states.tail(key, new.part(0, 0))
+    rows = tail.before(span.start).followed_by(new)
+    certain = min(span.context, states.certain)
+    results = []
+    for border in (*sorted(states.wanted), certain - certain % BORDER):
+        if tail.border < border <= certain:
+            length = border - tail.border
+            result, state = run(rows.part(0, length), tail.state)
+            results.append(result)
+            rows = rows.part(length, len(rows))
+            tail.move(border, state)
+            if border in states.wanted:
+                states.kept.setdefault(border, {})[key] = state
+    if len(rows):
+        results.append(run(rows, tail.state)[0])
+    tail.rows = rows.copied() if tail.border > span.start else rows  # no view of a long prompt's
+    return results
+
+
+def _of_branch(run: _Runs, key: Key, span: RowSpan, new: RowArguments) -> list[torch.Tensor]:
+    """Return the results of rows that end with the `new` ones, after the session's up to where the branch leaves it."""
+    branch: Any = span.cache
+    session, own = branch.session.states.tails[key], branch.states.tail(key, new.part(0, 0))
+    own.rows = own.rows.part(0, span.start - branch.base).followed_by(new)
+    return [run(session.before(branch.base).followed_by(own.rows), session.state)[0]]

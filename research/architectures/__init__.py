@@ -1,0 +1,1 @@
+"""Every causal language model that transformers has, small, beside its own `generate`."""
