@@ -39,7 +39,7 @@ class Family(NamedTuple):
 
     Attributes:
         target: the small model as it is served.
-        equal: how many of `TEXTS` texts are those of `generate`.
+        equal: how many of its texts are those of `generate`.
         step_s: mean time of a step, seconds.
         token_s: mean time of a token of `generate`, seconds.
     """
@@ -59,12 +59,12 @@ class Family(NamedTuple):
 
 
 @torch.inference_mode()
-def tried(name: str, folder: Path) -> Family:
-    """Return what a family does; raises ModelRefused where it is not served."""
+def tried(name: str, folder: Path, count: int = TEXTS) -> Family:
+    """Return what a family does with `count` texts; raises ModelRefused where it is not served."""
     model = small_model(name)
     save(model, folder)
     target = load_target(str(folder), kv_tokens=2048)
-    texts, token_s = texts_of(model)
+    texts, token_s = texts_of(model, count)
     started, steps = time.perf_counter(), 0
     for at_once in (1, 2, 3, 4):
         some = texts[at_once - 1 :: 4]
@@ -72,21 +72,21 @@ def tried(name: str, folder: Path) -> Family:
     return Family(target, sum(text.equal for text in texts), (time.perf_counter() - started) / steps, token_s)
 
 
-def texts_of(model: Any) -> tuple[list[DraftedText], float]:
-    """Return texts to be written that `generate` has written, and its seconds a token."""
+def texts_of(model: Any, count: int) -> tuple[list[DraftedText], float]:
+    """Return `count` texts to be written that `generate` has written, and its seconds a token."""
     model.set_attn_implementation("eager")
     model.generation_config = GenerationConfig(pad_token_id=0)  # some would not be greedy, or force their last token
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(3, VOCAB, (1, SHARED), generator=generator)
     texts, started = [], time.perf_counter()
-    for number in range(TEXTS):
+    for number in range(count):
         own = torch.randint(3, VOCAB, (1, 3 + number), generator=generator)
         prompt = torch.cat([shared, own], dim=1) if number % 2 else own
         text = model.generate(
             prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, eos_token_id=None, use_cache=True
         )
-        texts.append(DraftedText(tuple(prompt[0].tolist()), text[0].tolist(), 0.3 + 0.6 * number / (TEXTS - 1)))
-    return texts, (time.perf_counter() - started) / (TEXTS * TOKENS)
+        texts.append(DraftedText(tuple(prompt[0].tolist()), text[0].tolist(), 0.3 + 0.6 * number / (count - 1)))
+    return texts, (time.perf_counter() - started) / (count * TOKENS)
 
 
 def save(model: Any, folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from outrider.cloud.target.architecture import _check_kinds, check_architecture
 from outrider.cloud.target.own_cache import OwnCacheTarget
 from outrider.proto.errors import ModelRefused
-from research.architectures.__main__ import TEXTS, tried
+from research.architectures.__main__ import tried
 from research.architectures.small_models import NAMES, NOT_SMALL, ONE_BY_ONE, REFUSED, small_model
 
 # Families that the paged KV cache cannot serve, with what their refusal names.
@@ -26,6 +26,7 @@ PLAIN = [
     "afmoe", "deepseek_v3", "gemma3n_text", "gemma4_text", "gpt_bigcode", "gpt_oss", "kimi_linear", "lfm2", "mixtral",
     "nemotron_h", "opt", "qwen3_5_text", "qwen3_moe",
 ]  # fmt: skip
+COUNT = 8  # texts; the table has 24
 DTYPES = torch.float32, torch.bfloat16
 
 
@@ -73,12 +74,12 @@ def test_layers_are_told_by_name_since_not_every_transformers_has_all_kinds(monk
     _check_kinds(config, 0)
 
 
-@pytest.mark.parametrize("name", ["zaya", "llama4_text"])
+@pytest.mark.parametrize("name", ["zaya", "recurrent_gemma"])
 def test_what_the_paged_cache_cannot_serve_runs_one_session_a_pass(name, tmp_path, caplog) -> None:
-    found = tried(name, tmp_path)
+    found = tried(name, tmp_path, COUNT)
     assert isinstance(found.target, OwnCacheTarget)
     assert "one session a pass" in caplog.text
-    assert found.equal == TEXTS
+    assert found.equal == COUNT
 
 
 @pytest.mark.soak
@@ -92,6 +93,6 @@ def test_each_writes_the_texts_of_generate_or_is_refused(name, tmp_path) -> None
         assert caught.value.field == "target"
         assert "\n" not in caught.value.message
         return
-    found = tried(name, tmp_path)
-    assert found.equal == TEXTS
+    found = tried(name, tmp_path, COUNT)
+    assert found.equal == COUNT
     assert isinstance(found.target, OwnCacheTarget) == (name in ONE_BY_ONE)

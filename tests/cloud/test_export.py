@@ -47,6 +47,8 @@ from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Sampling, token_ids
+from research.architectures.__main__ import save
+from research.architectures.small_models import small_model
 
 COMMON = BYTE_LLAMA | {"num_hidden_layers": 2, "intermediate_size": 72, "max_position_embeddings": 256}
 ONE_LAYER = COMMON | {"num_hidden_layers": 1}
@@ -429,3 +431,19 @@ def test_scales_of_a_head_are_for_its_channels_alone(llama: Path) -> None:
     assert scales.keys.shape == scales.values.shape == (1, 2, 1, 16)
     assert torch.equal(scales.keys[..., :8], scales.keys[..., 8:]), "a pair turns as one"
     assert len(scales.values.unique()) == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("lfm2", "keep a state"),
+        ("qwen3_5_text", "keep a state"),
+        ("deepseek_v3", "latent attention"),
+        ("qwen3_moe", "experts are chosen"),
+    ],
+)
+def test_layers_that_a_graph_cannot_have_are_refused_by_name(family, reason, tmp_path) -> None:
+    save(small_model(family), tmp_path)
+    with pytest.raises(InvalidArgument, match=f"{family}: .*{reason}") as refused:
+        export_drafter(tmp_path, tmp_path / "package", name="mine", target_id="big")
+    assert refused.value.field == "source_folder"

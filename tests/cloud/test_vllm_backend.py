@@ -12,7 +12,7 @@ import pytest
 from conformance import CHECKS, Suite, Text
 from conformance_oracle import Oracle, save_conformance_target
 from emulated_vllm import EmulatedCore, emulated_backend
-from transformers import MambaConfig
+from transformers import Lfm2Config, MambaConfig
 
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target.backend import StepRow
@@ -223,13 +223,19 @@ def test_nothing_of_vllm_is_imported_for_our_own_engine() -> None:
     assert "outrider.cloud.vllm.loading" not in sys.modules or "vllm" not in sys.modules
 
 
-def test_a_model_without_attention_is_refused_before_vllm_loads_it(tmp_path, monkeypatch) -> None:
-    """A recurrent state cannot be rolled back."""
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), "no keys and values of attention to roll"),
+        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), r"of type conv, .* the own engine"),
+    ],
+)
+def test_a_model_with_a_state_is_refused_before_vllm_loads_it(shape, reason, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("outrider.cloud.vllm.loading.check_release", lambda: None)
     monkeypatch.setattr("outrider.cloud.vllm.loading.check_device", lambda _: None)
     save_tiny_target(tmp_path)
-    MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused, match="no keys and values of attention to roll back"):
+    shape.save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=reason):
         load_backend(VerifierConfig(engine="vllm", target=str(tmp_path)))
 
 

@@ -17,11 +17,13 @@ import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm
+from outrider.cloud.target.recurrence import attach
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
 
 ATTENTION = "outrider_export"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs
 DRAWN_TEXTS, DRAWN_LENGTH = 4, 96  # texts of each kind, and the most tokens of one
 HEADROOM, MAX_LEVEL = 1.1, 127  # of the numbers in a cache of int8
 SEED = 1  # of the texts that scales are found on, which are other ones than those that the graph is checked on
@@ -97,9 +99,25 @@ def load(folder: Path, attention: str | None = None) -> PreTrainedModel:
 
 
 def load_for_export(folder: Path) -> PreTrainedModel:
-    """Load the model in float32, with attention left to the `Pass` of each forward."""
+    """Load the model in float32, with attention left to the `Pass` of each forward.
+
+    Raises:
+        InvalidArgument: its layers keep or choose what a drafter's graph cannot.
+    """
     AttentionInterface.register(ATTENTION, _attend)
-    return load(folder, ATTENTION)
+    model = load(folder, ATTENTION)
+    config = model.config.get_text_config()
+    reason = ""
+    if attach(model):
+        reason = "some of its layers keep a state, which ONNX Runtime's attention has no cache for"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "its keys and values differ in size (latent attention)"
+    elif any(getattr(config, name, None) for name in _EXPERTS):
+        reason = "its experts are chosen by what a tensor holds, which a trace cannot follow"
+    if reason:
+        message = f"{config.model_type}: {reason}; export a model whose layers are plain attention and products"
+        raise InvalidArgument(message, field="source_folder")
+    return model
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "outrider_rows"
 _ROWS = 8
@@ -50,16 +49,25 @@ def experts_by_rows(
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-def set_experts(model: Any) -> None:
-    """Have the experts of a model, if it has any that transformers lets others apply, be applied by rows."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(NAME)
+def set_experts(model: Any) -> str | None:
+    """Apply a model's experts by rows from now on.
+
+    Returns:
+        Name of how they were applied; None: it has none, or this transformers lets nobody else apply them.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return None
+    if not model._can_set_experts_implementation():
+        return None
+    before: str = model.config._experts_implementation
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_by_rows)
+    model.set_experts_implementation(NAME)
+    return before
 
 
 def _product(module: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
     weight = getattr(module, name)[expert]
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     return functional.linear(rows, weight.T if module.is_transposed else weight, bias)
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, experts_by_rows)

@@ -12,7 +12,9 @@ from outrider.proto.errors import ModelRefused
 CPU_SHARE = 0.25  # of the memory at hand; others need theirs, and pages take memory only when they are written
 GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations and logits
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
-_WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}  # kinds of layers
+# Types of layers that transformers' configs name: with a state beside or in place of keys, and without keys.
+STATE_LAYERS = {"linear_attention", "conv", "mamba", "hybrid"}
+_WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 

@@ -21,7 +21,7 @@ from outrider.proto.errors import ModelRefused
 
 # Names by which architectures take and return what they keep.
 _NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-_ROWS = 64, 1  # rows of a pass that are tried
+_ROWS = 64, 1, 0  # rows of a pass that are tried; 0: no cache, each pass reads the whole text
 
 
 @dataclass(slots=True)
@@ -55,7 +55,10 @@ class OwnCache(SessionStates):
 
 
 class OwnCacheTarget(Target):
-    """A target that runs as transformers has written it, at most `most_rows` rows of one session a pass."""
+    """A target that runs as transformers has written it, at most `most_rows` rows of one session a pass.
+
+    Where `most_rows` is 0, a pass reads the whole text of a session: what it keeps nothing of, or not in a cache.
+    """
 
     attention = "eager"
     verifies_branches = False
@@ -68,25 +71,25 @@ class OwnCacheTarget(Target):
 
     @torch.inference_mode()
     def check(self) -> float:
-        """Compare as `Target.check` does, with passes of many rows if they agree, else of one."""
-        refusal: Exception | None = None
+        """Compare as `Target.check` does, with passes of many rows if they agree, else of one, else of all."""
+        reason = ""
         for self.most_rows in _ROWS:
             try:
                 return super().check()
             except ModelRefused as error:
-                refusal = error
+                reason = error.message
             except CANNOT_RUN as error:
-                refusal = error
-        raise ModelRefused(
-            f"{self.model.config.model_type} cannot run with a cache of its own: {refusal}; choose a decoder of text",
-            field="target",
-        ) from refusal
+                reason = str(error).split("\n", maxsplit=1)[0]
+        name = self.model.config.model_type
+        raise ModelRefused(f"{name} cannot run in steps: {reason}; choose a decoder of text", field="target")
 
     def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
         return torch.cat([self._session(rows) for rows, _, _ in pieces])
 
     def _session(self, rows: SessionRows) -> torch.Tensor:
         """Return logits of a session's wanted rows [n, vocab] float32."""
+        if not self.most_rows:
+            return self._whole((*rows.cache.tokens, *rows.tokens), rows.wanted)
         states: Any = rows.cache.states
         states.cut_back(rows.cache.length)
         again = rows.cache.tokens[states.position :]
@@ -111,6 +114,14 @@ class OwnCacheTarget(Target):
             own.held, own.position = copy.deepcopy(own.copy), own.copied  # it may have read a part
             raise
         return torch.cat(logits)
+
+    def _whole(self, tokens: Sequence[int], wanted: int) -> torch.Tensor:
+        """Return logits [wanted, vocab] float32 of the last of `tokens` [n], without a cache."""
+        output = self.model(input_ids=torch.tensor([list(tokens)], device=self.device), use_cache=False)
+        if self._tapped is not None:
+            self._tapped.keep(range(len(tokens) - wanted, len(tokens)))
+        logits: torch.Tensor = output.logits[0, len(tokens) - wanted :].float()
+        return logits
 
     def _own_pass(self, own: OwnCache, tokens: Sequence[int]) -> torch.Tensor:
         """Return logits [n, vocab] float32 of `tokens` [n], which the session's cache then holds."""

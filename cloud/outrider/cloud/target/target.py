@@ -64,7 +64,7 @@ class Passes:
 
 # Kernels for few rows often add in another order than those for many, which filling up avoids: in float32 those of
 # plain products for one to three rows, and at 4,096 inputs those of packed ones for a single row.
-_MULTIPLES = 1, 2, 4, 8
+_MULTIPLES = 1, 2, 4, 8, 16
 TOGETHER = tuple(Passes(Guarantee.BYTES, multiple, block=ROWS, chunk=CHUNK) for multiple in _MULTIPLES)
 ROUNDED = tuple(Passes(Guarantee.BYTES, multiple) for multiple in _MULTIPLES)
 # All products have one shape, and every row attends alone; the weights are read once for 16 rows.

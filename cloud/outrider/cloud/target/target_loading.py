@@ -68,10 +68,8 @@ def load_target(
         if device == "cpu":
             replace_conv1d(model)
             check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
-        quick = kind is Target and device == "cpu"
-        if quick and exact != "off":
-            set_experts(model)
-        shortened = straight_pass(model) if quick and straight and not attach(model) else None
+        quick = kind is Target and device == "cpu" and straight and not attach(model)
+        shortened = straight_pass(model) if quick else None
         products = model if shortened is None else shortened.linears
         stages.info("packing weights")
         # before the KV cache counts memory
@@ -165,9 +163,15 @@ def _passes(target: Target, exact: str) -> Passes:
     together = TOGETHER if target.dtype == torch.float32 or torch.get_num_threads() == 1 else ()
     whole = (*together, *ROUNDED) if exact == "auto" and least else ()
     rounded = [passes for passes in whole if passes.multiple >= least]
-    for target.passes in (*rounded, TILES):
+    for target.passes in rounded:
         if target.keeps_bits():
             return target.passes
+    before = set_experts(target.model)  # which then take a fifth longer
+    for target.passes in (*rounded, TILES) if before else (TILES,):
+        if target.keeps_bits():
+            return target.passes
+    if before:
+        target.model.set_experts_implementation(before)
     log.warning("rows do not keep their bits on %s, not even in tiles; texts keep their distribution", target.device)
     return FREE
 

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cloud.models.family_index import eos_tokens, find_target, first_line
 from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory, session_length
+from outrider.cloud.target.kv_size import STATE_LAYERS, bytes_per_token, kv_tokens_by_memory, session_length
 from outrider.cloud.target.target_loading import tokenizer_json
 from outrider.cloud.verifier_config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
@@ -132,6 +132,12 @@ def _shape(source: str, target: str) -> Any:
         raise ModelRefused(f"{target!r}: {first_line(error)}", field="target") from error
     if not getattr(shape, "num_attention_heads", 0):
         raise ModelRefused(f"{target!r} has no keys and values of attention to roll back", field="target")
+    if kinds := sorted(STATE_LAYERS & set(getattr(shape, "layer_types", None) or ())):
+        raise ModelRefused(
+            f"{target!r} has layers of type {', '.join(kinds)}, whose state vLLM cannot roll back here; the own engine "
+            "serves it (leave --engine out)",
+            field="target",
+        )
     return shape
 
 
