@@ -43,7 +43,7 @@ def spans_of(texts, caches):
 
 
 @torch.inference_mode()
-def attended(kind, texts, *, group=3, page_size=16, dtype=torch.float32, window=0, softcap=None):
+def attended(kind, texts, *, group=3, page_size=16, dtype=torch.float32, window=0, softcap=None, sinks=False):
     """[rows, heads, SIZE] of new rows of all sessions, by batches of `kind`."""
     torch.manual_seed(0)
     pool, caches = filled(texts, page_size=page_size, dtype=dtype)
@@ -53,7 +53,8 @@ def attended(kind, texts, *, group=3, page_size=16, dtype=torch.float32, window=
     new = torch.randn(2, rows, KV_HEADS, SIZE).to(dtype)
     batch = kind(pool, spans, slots, ROWS)
     batch.write(0, new[0], new[1])
-    return batch.attend(0, query, KV_HEADS, None, window, softcap)[0]
+    of_heads = torch.randn(KV_HEADS * group) if sinks else None
+    return batch.attend(0, query, KV_HEADS, None, window, softcap, of_heads)[0]
 
 
 def ragged(seed):
@@ -74,11 +75,20 @@ def test_shared_calls_compute_what_calls_of_each_session_do(seed, dtype):
         "window": rng.choice((0, 0, 7, 100, CHUNK, 300)),
         "softcap": rng.choice((None, None, 3.0)),
         "dtype": dtype,
+        "sinks": seed % 3 == 0,
     }
     texts = ragged(seed)
     together, apart = (attended(kind, texts, **options).float() for kind in (ChunkedBatch, RaggedBatch))
     assert together.shape == apart.shape
     assert (together - apart).abs().max() < (1e-5 if dtype == torch.float32 else 4e-2)
+
+
+def test_a_sink_takes_its_share_of_a_row_that_sees_itself_alone():
+    for kind in (ChunkedBatch, RaggedBatch):
+        (with_sink,), (without,) = (attended(kind, [(0, 1)], group=1, sinks=sinks) for sinks in (True, False))
+        shares = with_sink / without
+        assert torch.allclose(shares, shares[:, :1].expand_as(shares))
+        assert ((shares > 0) & (shares < 1)).all()
 
 
 def test_bands_of_few_keys_compute_the_same(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conformance import CHECKS, Text
 from conformance_oracle import Oracle
 from conformance_suites import suite_of
 
-from outrider.cloud.target import target_loading
+from outrider.cloud.target import recurrence, target_loading
 from outrider.cloud.target.own_cache import OwnCache, OwnCacheTarget
 from outrider.cloud.target.session_states import BORDER, SessionStates, Tail
 from outrider.cloud.target.target_loading import load_target
@@ -43,7 +44,13 @@ def folders(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *BRANCH_CHECKS])
+LONG = ("anything_in_any_order", "texts_are_those_of_the_rule", "texts_follow_the_law")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=[pytest.mark.soak] * (check in LONG)) for check in (*CHECKS, *BRANCH_CHECKS)],
+)
 def test_linear_attention_conforms(check, folders) -> None:
     (CHECKS | BRANCH_CHECKS)[check](suite_of(*folders(FAMILY), page_size=4))
 
@@ -81,6 +88,31 @@ def test_both_ways_write_the_same_texts(folders, monkeypatch) -> None:
         drafted = DraftedText(expected.prompt, [*expected.prompt, *tokens], 0.6, sampling)
         write(TransformersBackend(slow), [drafted], at_once=1, vocab=VOCAB, seed=seed)
         assert drafted.equal
+
+
+@pytest.mark.parametrize("calls", range(2, 7))
+def test_nobody_finds_the_states_of_a_pass_that_failed_between_layers(calls, folders, monkeypatch) -> None:
+    """Drafts have taken the text past a border, and the next pass moves some layers to it."""
+    suite = suite_of(*folders(FAMILY))
+    text = Text(suite, suite.prompt(2 * BORDER - 6), Sampling())
+    text.advance(suite.drafts(text, 8, good=1.0))
+    of_session, left = recurrence._of_session, calls
+
+    def failing(*given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise RuntimeError("it happens once")
+        return of_session(*given)
+
+    monkeypatch.setattr(recurrence, "_of_session", failing)
+    with pytest.raises(RuntimeError, match="once"):
+        suite.backend.step([text.row()])
+    assert text.sequence.length > 2 * BORDER, "it goes on from where it was"
+    text.close()
+    again = text.again()
+    again.write(20)
+    again.close()
 
 
 # --- defects ---

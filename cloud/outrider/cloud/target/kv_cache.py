@@ -385,10 +385,11 @@ class PagedKVCache:
             cache.states.wanted.add(parted - parted % BORDER)
 
     def _keep_states(self, cache: SessionCache) -> None:
-        """Keep those states of a session that others may want."""
+        """Keep those states of a session that others may want, and that all layers have come to."""
         kept, cache.states.kept = cache.states.kept, {}
         for border, states in kept.items():
-            if border % self.page_size == 0 and border <= len(cache.known) * self.page_size:
+            whole = states.keys() == cache.states.tails.keys()
+            if whole and border % self.page_size == 0 and border <= len(cache.known) * self.page_size:
                 self._tree.keep_states(cache.known[border // self.page_size - 1], states, self.max_states)
 
     # --- pages ---

@@ -100,11 +100,14 @@ class SessionStates:
     def read(self, certain: int) -> None:
         """Begin a step whose tokens before position `certain` are the transcript's; keep the states after many."""
         self.certain = certain
+        self.wanted = {border for border in self.wanted if border > self.border}
         if certain - self.border > 2 * BORDER:
             self.wanted.add(certain - certain % BORDER)
 
     def states(self) -> dict[Key, torch.Tensor]:
-        """Return the states at `border`, which all functions have come to."""
+        """Return the states at `border`; none where a pass has failed before all functions came to it."""
+        if any(tail.border != self.border for tail in self.tails.values()):
+            return {}
         return {key: tail.state for key, tail in self.tails.items() if tail.state is not None}
 
     def shift(self, count: int) -> None:
