@@ -156,7 +156,8 @@ class VerifierConfig(GrpcServerSettings):
     )
     draft_with: str = option(
         "",
-        "drafter beside the target: embedded name, `ngram` or folder; empty: the first embedded one for its tokens",
+        "drafter beside the target: embedded name, `ngram`, or folder of a drafter or of a model with the target's "
+        "tokenizer; empty: the first embedded one for its tokens",
         metavar="NAME",
         group=HERE,
         parse=parse_draft_with,

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from outrider.cloud.serving.target_drafter import CONFIG, TargetDrafter
 from outrider.cloud.target.backend import TargetFacts
 from outrider.drafters import (
     Drafter,
@@ -22,6 +24,7 @@ from outrider.drafters import (
 )
 from outrider.drafters.packages import FAMILY, read_manifest
 from outrider.drafters.search import NGRAM
+from outrider.proto.drafter_format import MANIFEST
 from outrider.proto.errors import InvalidArgument, NotFound, TokenizerMismatch
 from outrider.proto.session import Drafted, DraftJob
 from outrider.proto.session.both_ends import LocalJob
@@ -32,6 +35,7 @@ CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the e
 MAX_WAIT_S = 0.5
 STUCK_S = 5.0  # for one piece of work, after which the drafter counts as failed in a text
 STOP_WITHIN_S = 5.0
+MODEL_TEXTS = 8  # of full length that a model has room for; others are drafted for as far as it goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +67,37 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
     """
     if name == NGRAM:
         return OwnDrafter(NgramDrafter(vocab_size=target.vocab_size), target.vocab_size)
+    if is_model(name):
+        return _load_model(Path(name), target)
     package = find_package(name or _embedded_for(target))
-    if package.tokenizer_sha256 != target.tokenizer_sha256:
-        raise TokenizerMismatch(
-            f"{package.name!r} was made for another tokenizer, and only edges draft by text", field="draft_with"
-        )
+    _check_tokenizer(package.name, package.tokenizer_sha256, target)
     from outrider.drafters.onnx import OnnxDrafter
 
     drafter = OnnxDrafter(package, threads=1)
     return OwnDrafter(drafter, target.vocab_size, package.reach, package.cache.bytes_of(1))
+
+
+def is_model(name: str) -> bool:
+    """Return whether `name` is a folder of a transformers model rather than of a drafter."""
+    return bool(name) and Path(name, CONFIG).is_file() and not Path(name, MANIFEST).is_file()
+
+
+def _load_model(folder: Path, target: TargetFacts) -> OwnDrafter:
+    """Load a model that drafts; its rows need not keep their bits, since no text depends on them."""
+    from outrider.cloud.target.kv_size import bytes_per_token
+    from outrider.cloud.target.target_loading import load_target, multiplies_in_bfloat16
+
+    dtype = "bfloat16" if multiplies_in_bfloat16() else "float32"
+    model = load_target(str(folder), dtype=dtype, exact="off", max_sessions=MODEL_TEXTS)
+    _check_tokenizer(folder.name, model.tokenizer_sha256, target)
+    position_bytes = bytes_per_token(model.model.config.get_text_config(), model.dtype)
+    return OwnDrafter(TargetDrafter(model, folder), target.vocab_size, position_bytes=position_bytes)
+
+
+def _check_tokenizer(name: str, sha256: str, target: TargetFacts) -> None:
+    if sha256 != target.tokenizer_sha256:
+        message = f"{name!r} was made for another tokenizer, and only edges draft by text"
+        raise TokenizerMismatch(message, field="draft_with")
 
 
 def _embedded_for(target: TargetFacts) -> str:
