@@ -115,9 +115,8 @@ def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     serving = {name for name in graph if name.startswith(("cloud.serving.", "cloud.grammar."))}
     serving |= {"cloud.target.projection", "cloud.target.steering_vectors"}
     behind = {"cloud.target.recorded.straight_pass"}
-    behind |= {
-        f"cloud.target.{name}" for name in ("attention", "kv_cache", "packed_linear", "target", "transformers_backend")
-    }
+    names = ("attention", "kv_cache", "own_cache", "packed_linear", "recurrence", "target", "target_loading")
+    behind |= {f"cloud.target.{name}" for name in (*names, "transformers_backend")}
     behind |= {name for name in graph if name.startswith("cloud.vllm.")}
     assert behind <= set(graph)
     assert {name for name in serving - {loading} if graph[name] & behind} == set()

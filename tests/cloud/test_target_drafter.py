@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.cloud.serving.own_drafter import load_own_drafter
-from outrider.cloud.serving.target_drafter import TargetDrafter
+from outrider.cloud.target.target_drafter import TargetDrafter
 from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import VOCAB

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.serving.target_drafter import CONFIG, TargetDrafter
 from outrider.cloud.target.backend import TargetFacts
 from outrider.drafters import (
     Drafter,
@@ -79,19 +78,15 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
 
 def is_model(name: str) -> bool:
     """Return whether `name` is a folder of a transformers model rather than of a drafter."""
-    return bool(name) and Path(name, CONFIG).is_file() and not Path(name, MANIFEST).is_file()
+    return bool(name) and Path(name, "config.json").is_file() and not Path(name, MANIFEST).is_file()
 
 
 def _load_model(folder: Path, target: TargetFacts) -> OwnDrafter:
-    """Load a model that drafts; its rows need not keep their bits, since no text depends on them."""
-    from outrider.cloud.target.kv_size import bytes_per_token
-    from outrider.cloud.target.target_loading import load_target, multiplies_in_bfloat16
+    from outrider.cloud.target.target_drafter import load_target_drafter
 
-    dtype = "bfloat16" if multiplies_in_bfloat16() else "float32"
-    model = load_target(str(folder), dtype=dtype, exact="off", max_sessions=MODEL_TEXTS)
-    _check_tokenizer(folder.name, model.tokenizer_sha256, target)
-    position_bytes = bytes_per_token(model.model.config.get_text_config(), model.dtype)
-    return OwnDrafter(TargetDrafter(model, folder), target.vocab_size, position_bytes=position_bytes)
+    drafter = load_target_drafter(folder, texts=MODEL_TEXTS)
+    _check_tokenizer(drafter.name, drafter.tokenizer_sha256, target)
+    return OwnDrafter(drafter, target.vocab_size, position_bytes=drafter.position_bytes)
 
 
 def _check_tokenizer(name: str, sha256: str, target: TargetFacts) -> None:

@@ -6,10 +6,13 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outrider.cloud.target.kv_cache import SessionCache
+from outrider.cloud.target.kv_size import bytes_per_token
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.target_loading import load_target, multiplies_in_bfloat16
 from outrider.drafters import DraftState, ProposalRule
 from outrider.drafters.proposals import NO_PROPOSAL
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
@@ -17,12 +20,16 @@ from outrider.proto.errors import ResourceExhausted
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
 
-if TYPE_CHECKING:
-    from outrider.cloud.target.kv_cache import SessionCache
-    from outrider.cloud.target.target import Target
-
 CANDIDATES = 64
-CONFIG = "config.json"
+
+
+def load_target_drafter(folder: Path, *, texts: int) -> TargetDrafter:
+    """Load the model in a folder, with room for `texts` of full length; raises like `load_target`.
+
+    Its rows need not keep their bits, since no text depends on them.
+    """
+    dtype = "bfloat16" if multiplies_in_bfloat16() else "float32"
+    return TargetDrafter(load_target(str(folder), dtype=dtype, exact="off", max_sessions=texts), folder)
 
 
 class TargetDrafter:
@@ -30,6 +37,8 @@ class TargetDrafter:
 
     Attributes:
         version: first twelve hexadecimal digits of a hash of its config and of the sizes of its files.
+        tokenizer_sha256: hash of its tokenizer.
+        position_bytes: memory that a position of a text takes.
         turns: held while a state computes.
     """
 
@@ -39,6 +48,8 @@ class TargetDrafter:
         self.target = target
         self.name = folder.name
         self.version = _version_of(folder)
+        self.tokenizer_sha256 = target.tokenizer_sha256
+        self.position_bytes = bytes_per_token(target.model.config.get_text_config(), target.dtype)
         self.turns = threading.Lock()
 
     def open(self, rule: ProposalRule) -> DraftState:
@@ -105,8 +116,6 @@ class TargetDraftState(TokenPrefix):
 
     def _logits(self, wanted: int) -> np.ndarray:
         """Return logits [wanted, vocab] float32 after each of the last `wanted` tokens."""
-        from outrider.cloud.target.target import SessionRows
-
         target = self._drafter.target
         with self._drafter.turns:
             if self._cache is None:
@@ -139,7 +148,7 @@ def _log_sum(logits: np.ndarray) -> float:
 
 
 def _version_of(folder: Path) -> str:
-    found = hashlib.sha256((folder / CONFIG).read_bytes())
+    found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         found.update(f"{file.name} {file.stat().st_size}".encode())
     return found.hexdigest()[:12]

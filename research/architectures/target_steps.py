@@ -1,4 +1,4 @@
-"""Steps of one target: `python -m research.architectures.steps FOLDER [--dtype TYPE] [--threads N]`.
+"""Steps of one target: `python -m research.architectures.target_steps FOLDER [--dtype TYPE] [--threads N]`.
 
 Prints, from one run, what drafts that are cut back cost beside drafts that are all accepted, a plain step, the same
 step with transformers' own cache, and the model's own `generate`. Each is a mean; the ways take turns.
