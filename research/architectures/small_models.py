@@ -73,13 +73,14 @@ _MORE: dict[str, dict[str, Any]] = {
 ONE_BY_ONE = {
     "axk2", "blenderbot", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "falcon", "git",
     "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling2_text", "inkling_text",
-    "llama4", "llama4_text", "minimax", "mpt", "nemotron", "phimoe", "qwen4_exp_text", "rwkv", "stablelm", "trocr",
+    "llama4", "llama4_text", "minimax", "mpt", "nemotron", "openai-gpt", "phimoe", "qwen4_exp_text",
+    "recurrent_gemma", "reformer", "rwkv", "stablelm", "trocr",
     "whisper", "xglm", "xlstm", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 REFUSED = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot-small", "camembert", "cpmant",
-    "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "openai-gpt", "pegasus",
-    "plbart", "prophetnet", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
+    "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus",
+    "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
     "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
 # Parts of models of sound and pictures, whose language models stand under names of their own, and three that this

@@ -21,7 +21,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from outrider.cloud.models import fetched_model, gguf_file
-from outrider.cloud.models.family_index import chat_template_json, find_target, load_tokenizer, tokenizer_file
+from outrider.cloud.models.family_index import (
+    chat_template_json,
+    eos_tokens,
+    find_target,
+    load_tokenizer,
+    tokenizer_file,
+)
 from outrider.cloud.models.fetched_model import FETCHED, MODELS, FetchedModel
 from outrider.cloud.models.model_cache import SUMS, cached, check_sums, made_once, sha256_of
 from outrider.deploy.cli import main
@@ -412,3 +418,7 @@ def test_a_copied_folder_is_checked_by_the_hashes_that_it_brings(tmp_path) -> No
     (folder / "a").unlink()
     with pytest.raises(DataLoss, match="is not whole"):
         check_sums(folder)
+
+
+def test_a_config_that_knows_of_no_end_has_none() -> None:
+    assert eos_tokens(None, SimpleNamespace()) == frozenset()

@@ -59,7 +59,7 @@ def eos_tokens(generation_config: Any, config: Any) -> frozenset[int]:
     """Return the ids that end a text, by a model's generation config (None: it has none) or else its text config."""
     eos = generation_config.eos_token_id if generation_config is not None else None
     if eos is None:
-        eos = config.eos_token_id
+        eos = getattr(config, "eos_token_id", None)  # some configs do not know of one
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)

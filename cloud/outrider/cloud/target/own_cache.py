@@ -21,7 +21,7 @@ from outrider.proto.errors import ModelRefused
 
 # Names by which architectures take and return what they keep.
 _NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-_ROWS = 64, 1, 0  # rows of a pass that are tried; 0: no cache, each pass reads the whole text
+_ROWS = 64, 1, 0  # rows of a pass that are tried, the last where a model keeps nothing: each pass reads the whole text
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class OwnCacheTarget(Target):
     verifies_branches = False
     most_rows = 1
     _name = ""  # of what its model returns
+    _keeps_nothing = False
 
     @staticmethod
     def _new_states(model: Any) -> Any:  # noqa: ARG004 - what a model keeps is its own
@@ -73,7 +74,10 @@ class OwnCacheTarget(Target):
     def check(self) -> float:
         """Compare as `Target.check` does, with passes of many rows if they agree, else of one, else of all."""
         reason = ""
-        for self.most_rows in _ROWS:
+        for rows in _ROWS:
+            if not rows and not self._keeps_nothing:
+                break
+            self.most_rows = rows
             try:
                 return super().check()
             except ModelRefused as error:
@@ -129,6 +133,7 @@ class OwnCacheTarget(Target):
         output = self.model(input_ids=torch.tensor([list(tokens)], device=self.device), use_cache=True, **given)
         self._name = next((name for name in _NAMES if output.get(name) is not None), "")
         if not self._name:
+            self._keeps_nothing = True
             raise ModelRefused(f"{self.model.config.model_type} keeps nothing between tokens", field="target")
         own.held, own.position = output[self._name], own.position + len(tokens)
         logits: torch.Tensor = output.logits[0, -len(tokens) :].float()

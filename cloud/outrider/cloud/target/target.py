@@ -238,7 +238,7 @@ class Target:
         difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
         if not difference <= CHECK_TOLERANCE[self.dtype]:
             raise ModelRefused(
-                f"paged attention differs from the model's own by {difference:.2g}; the architecture is not supported",
+                f"its passes differ from the model's own by {difference:.2g}; the architecture is not supported",
                 field="target",
             )
         return difference
