@@ -35,16 +35,18 @@ COLUMNS = ("family", "way", "a row keeps", "drafts", "texts", "ms a step", "ms a
 
 
 class Family(NamedTuple):
-    """What was found of a family.
+    """Results of a family.
 
     Attributes:
         target: the small model as it is served.
-        equal: how many of its texts are those of `generate`.
+        texts: texts that it wrote.
+        equal: how many of them are those of `generate`.
         step_s: mean time of a step, seconds.
         token_s: mean time of a token of `generate`, seconds.
     """
 
     target: Target
+    texts: int
     equal: int
     step_s: float
     token_s: float
@@ -54,7 +56,7 @@ class Family(NamedTuple):
         states = "" if self.target.pool.new_states is None or way != "together" else ", states"
         drafts = "branches" if self.target.verifies_branches else "chains"
         guarantee = self.target.passes.guarantee.name.lower().replace("_", " ")
-        texts, step, token = f"{self.equal}/{TEXTS}", f"{1e3 * self.step_s:.1f}", f"{1e3 * self.token_s:.1f}"
+        texts, step, token = f"{self.equal}/{self.texts}", f"{1e3 * self.step_s:.1f}", f"{1e3 * self.token_s:.1f}"
         return name, way + states, guarantee, drafts, texts, step, token
 
 
@@ -69,7 +71,8 @@ def tried(name: str, folder: Path, count: int = TEXTS) -> Family:
     for at_once in (1, 2, 3, 4):
         some = texts[at_once - 1 :: 4]
         steps += write(TransformersBackend(target), some, at_once=at_once, vocab=VOCAB, seed=at_once)
-    return Family(target, sum(text.equal for text in texts), (time.perf_counter() - started) / steps, token_s)
+    step_s = (time.perf_counter() - started) / steps
+    return Family(target, count, sum(text.equal for text in texts), step_s, token_s)
 
 
 def texts_of(model: Any, count: int) -> tuple[list[DraftedText], float]:

@@ -66,7 +66,7 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
     """
     if name == NGRAM:
         return OwnDrafter(NgramDrafter(vocab_size=target.vocab_size), target.vocab_size)
-    if is_model(name):
+    if _is_model(name):
         return _load_model(Path(name), target)
     package = find_package(name or _embedded_for(target))
     _check_tokenizer(package.name, package.tokenizer_sha256, target)
@@ -76,7 +76,7 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
     return OwnDrafter(drafter, target.vocab_size, package.reach, package.cache.bytes_of(1))
 
 
-def is_model(name: str) -> bool:
+def _is_model(name: str) -> bool:
     """Return whether `name` is a folder of a transformers model rather than of a drafter."""
     return bool(name) and Path(name, "config.json").is_file() and not Path(name, MANIFEST).is_file()
 

@@ -21,7 +21,7 @@ from outrider.cloud.target.backend import Capacity
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.cloud.target.session_states import BORDER, SessionStates
 
-MAX_STATES = 32  # texts
+MAX_STATES = 32  # borders of texts at which states are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +169,6 @@ class PagedKVCache:
     Attributes:
         free_pages: pages that no session holds, cached ones included.
         blank_page: page of zeros that no session ever holds.
-        max_states: texts whose states are kept.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class PagedKVCache:
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._holders = np.zeros(self.page_count, dtype=np.int32)
         self._tree = PrefixTree(self.page_count)
-        self.max_states = MAX_STATES
         self.new_states = new_states
 
     @property
@@ -390,7 +388,7 @@ class PagedKVCache:
         for border, states in kept.items():
             whole = states.keys() == cache.states.tails.keys()
             if whole and border % self.page_size == 0 and border <= len(cache.known) * self.page_size:
-                self._tree.keep_states(cache.known[border // self.page_size - 1], states, self.max_states)
+                self._tree.keep_states(cache.known[border // self.page_size - 1], states, MAX_STATES)
 
     # --- pages ---
 

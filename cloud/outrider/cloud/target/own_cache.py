@@ -46,7 +46,11 @@ class OwnCache(SessionStates):
     def cut_back(self, length: int) -> None:
         """Hold `length` tokens or less."""
         if self.position > length:
-            self.held, self.position = copy.deepcopy(self.copy), self.copied
+            self.restore()
+
+    def restore(self) -> None:
+        """Hold what was copied."""
+        self.held, self.position = copy.deepcopy(self.copy), self.copied
 
     def keep(self) -> None:
         """Copy what it holds."""
@@ -115,7 +119,7 @@ class OwnCacheTarget(Target):
                     self._tapped.keep(range(skipped, len(piece)))
                 logits.append(read[skipped:])
         except BaseException:
-            own.held, own.position = copy.deepcopy(own.copy), own.copied  # it may have read a part
+            own.restore()  # it may have read a part
             raise
         return torch.cat(logits)
 

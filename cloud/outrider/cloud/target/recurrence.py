@@ -56,7 +56,12 @@ def attach(model: Any) -> int:
         if not functions:
             continue
         known = forward.__globals__
-        ours = {each.name: partial(_by_session, each, known, (attached, i)) for i, each in enumerate(functions)}
+        ours = {
+            each.name: partial(
+                _by_session, each, known, (attached, i), tuple(inspect.signature(known[each.name]).parameters)
+            )
+            for i, each in enumerate(functions)
+        }
         code, defaults = forward.__code__, forward.__defaults__
         replaced = FunctionType(code, known | ours, forward.__name__, defaults, forward.__closure__)
         replaced.__kwdefaults__ = forward.__kwdefaults__
@@ -160,12 +165,17 @@ def _filled(rows: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(1, missing, *rows.shape[2:])], dim=1) if missing else rows
 
 
-def _by_session(function: _RowFunction, known: Mapping[str, Any], key: Key, *args: Any, **kwargs: Any) -> Any:
-    """Run `function`: as it is outside of `rows_of`, else over the rows of each span, after their own state."""
+def _by_session(
+    function: _RowFunction, known: Mapping[str, Any], key: Key, names: Sequence[str], *args: Any, **kwargs: Any
+) -> Any:
+    """Run `function`: as it is outside of `rows_of`, else over the rows of each span, after their own state.
+
+    `names` are those of its parameters.
+    """
     spans, own = _spans.get(), known[function.name]
     if not spans:
         return own(*args, **kwargs)
-    given = dict(zip(inspect.signature(own).parameters, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
     rows = RowArguments({name: given.pop(name) for name in function.rows}, function.rows)
 
     def run(held: RowArguments, state: torch.Tensor | None) -> _Run:

@@ -1,4 +1,4 @@
-"""What a session keeps of layers whose state cannot be cut back; `recurrence.py` says how it is used."""
+"""States that a session keeps for layers whose state cannot be cut back; `recurrence.py` says how they are used."""
 
 from __future__ import annotations
 

@@ -126,9 +126,9 @@ class Target:
         self.vocab_size = int(config.vocab_size)
         longest = session_length(config, context_length)
         new_states = self._new_states(model)
-        states = (max_sessions + MAX_STATES) * _state_bytes(model) if new_states is SessionStates else 0
-        most = max_sessions * longest
-        kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, most, states)
+        if not kv_tokens:
+            states = (max_sessions + MAX_STATES) * _state_bytes(model) if new_states is SessionStates else 0
+            kv_tokens = kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest, states)
         self.eos_tokens = eos_tokens(model.generation_config, config)
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device, new_states)
         self.context_length = min(longest, self.pool.page_count * page_size)
@@ -238,7 +238,7 @@ class Target:
         difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
         if not difference <= CHECK_TOLERANCE[self.dtype]:
             raise ModelRefused(
-                f"its passes differ from the model's own by {difference:.2g}; the architecture is not supported",
+                f"its pass differs from the model's own by {difference:.2g}; the architecture is not supported",
                 field="target",
             )
         return difference

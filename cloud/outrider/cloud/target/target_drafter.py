@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from outrider.cloud.target.kv_cache import SessionCache
 from outrider.cloud.target.kv_size import bytes_per_token
@@ -88,12 +89,10 @@ class TargetDraftState(TokenPrefix):
                 (logits,) = self._logits(1)
             except ResourceExhausted:
                 break
-            wanted = self._rule.candidates_wanted(min(CANDIDATES, len(logits)))
-            candidates = np.argpartition(-logits, wanted - 1)[:wanted]
-            candidates = candidates[np.argsort(-logits[candidates], kind="stable")]
-            chosen = self._rule.choose(
-                self.length, candidates, logits[candidates], _log_sum(logits), self._token_counts()
-            )
+            best = logits.topk(self._rule.candidates_wanted(min(CANDIDATES, len(logits))))
+            total = float(logits.logsumexp(-1))
+            counts = self._token_counts()
+            chosen = self._rule.choose(self.length, best.indices.numpy(), best.values.numpy(), total, counts)
             if chosen is NO_PROPOSAL:
                 break
             choices.append(chosen)
@@ -104,8 +103,9 @@ class TargetDraftState(TokenPrefix):
         """Append `tokens` [m] and return log q of each [m] float32."""
         check_scorable(self.length)
         self.extend(tokens)
-        logits = self._logits(len(tokens) + 1)[:-1]
-        return np.array([row[token] - _log_sum(row) for row, token in zip(logits, tokens, strict=True)], np.float32)
+        log_q = self._logits(len(tokens) + 1)[:-1].log_softmax(-1)
+        scored: np.ndarray = log_q[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+        return scored
 
     def close(self) -> None:
         super().close()
@@ -114,8 +114,8 @@ class TargetDraftState(TokenPrefix):
                 self._drafter.target.pool.release(self._cache)
             self._cache = None
 
-    def _logits(self, wanted: int) -> np.ndarray:
-        """Return logits [wanted, vocab] float32 after each of the last `wanted` tokens."""
+    def _logits(self, wanted: int) -> torch.Tensor:
+        """Return logits [wanted, vocab] float32, on the host, after each of the last `wanted` tokens."""
         target = self._drafter.target
         with self._drafter.turns:
             if self._cache is None:
@@ -129,7 +129,7 @@ class TargetDraftState(TokenPrefix):
                 wanted,
                 drafts=self.length - max(self._num_given, cache.length),
             )
-            logits: np.ndarray = target.forward([rows]).cpu().numpy()
+            logits = target.forward([rows]).cpu()
         self._num_computed = self.length
         return logits
 
@@ -139,12 +139,6 @@ class TargetDraftState(TokenPrefix):
             counts.truncate(min(counts.length, self.length))
             counts.extend(self.tokens[counts.length :])
         return counts
-
-
-def _log_sum(logits: np.ndarray) -> float:
-    """Return the logarithm of the sum of exponentials of `logits` [vocab]."""
-    highest = float(logits.max())
-    return highest + float(np.log(np.exp(logits - highest, dtype=np.float64).sum()))
 
 
 def _version_of(folder: Path) -> str:

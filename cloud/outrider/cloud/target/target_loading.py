@@ -18,7 +18,6 @@ from outrider.cloud.target.kv_size import check_memory
 from outrider.cloud.target.own_cache import OwnCacheTarget
 from outrider.cloud.target.packed_linear import pack_linears, replace_conv1d
 from outrider.cloud.target.recorded.straight_pass import straight_pass
-from outrider.cloud.target.recurrence import attach
 from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, Passes, Target
 from outrider.cloud.verifier_config import AUTO, DTYPES
 from outrider.proto.errors import ModelRefused, NotFound
@@ -68,8 +67,7 @@ def load_target(
         if device == "cpu":
             replace_conv1d(model)
             check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
-        quick = kind is Target and device == "cpu" and straight and not attach(model)
-        shortened = straight_pass(model) if quick else None
+        shortened = straight_pass(model) if straight and device == "cpu" and kind is Target else None
         products = model if shortened is None else shortened.linears
         stages.info("packing weights")
         # before the KV cache counts memory

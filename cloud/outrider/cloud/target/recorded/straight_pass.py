@@ -31,7 +31,7 @@ from outrider.cloud.target.recorded.call_recorder import (
     unified,
     values_in,
 )
-from outrider.cloud.target.recurrence import rows_of
+from outrider.cloud.target.recurrence import attach, rows_of
 from outrider.proto.errors import ModelRefused
 
 Pass = Callable[..., tuple[torch.Tensor, ...]]
@@ -98,6 +98,8 @@ def straight_pass(model: Any) -> StraightPass | None:
 
 
 def _checked(model: Any) -> StraightPass:
+    if attach(model):
+        raise NotStraight("keeps states by session")
     parameter = next(model.parameters())
     pool = PagedKVCache(32, 16, parameter.dtype, parameter.device)
     one, other = (_recorded(model, pool, rows, wanted) for rows, wanted in _RECORDED_ROWS)
