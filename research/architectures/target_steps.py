@@ -1,4 +1,4 @@
-"""Steps of one target: `python -m research.architectures.target_steps FOLDER [--dtype TYPE] [--threads N]`.
+"""Steps of one target: `python -m research.architectures.target_steps FOLDER [--dtype TYPE] [--context N]`.
 
 Prints, from one run, what drafts that are cut back cost beside drafts that are all accepted, a plain step, the same
 step with transformers' own cache, and the model's own `generate`. Each is a mean; the ways take turns.
@@ -17,19 +17,21 @@ from outrider.cloud.target.own_cache import OwnCacheTarget
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.target_loading import load_target
 
-DRAFTS, PROMPT, ROUNDS, STEPS = 8, 100, 6, 8  # rounds of so many steps
+DRAFTS, ROUNDS, STEPS = 8, 6, 8  # rounds of so many steps
+_GROWTH = ROUNDS * STEPS * (DRAFTS + 1) * 3  # more than a session writes
+_PIECE = 64  # tokens of a prompt in a pass
 
 
 class Timed:
     """Sessions of a target that take steps of `DRAFTS` drafts, or of none."""
 
-    def __init__(self, target: Target, sessions: int) -> None:
-        room = PROMPT + ROUNDS * STEPS * (DRAFTS + 1) * 3
+    def __init__(self, target: Target, sessions: int, context: int) -> None:
         self._target = target
-        self._caches = [target.pool.allocate(room) for _ in range(sessions)]
+        self._caches = [target.pool.allocate(context + _GROWTH) for _ in range(sessions)]
         self._seed = 0
         for cache in self._caches:
-            target.forward([SessionRows(cache, self._tokens(PROMPT), 1)])
+            for begin in range(0, context, _PIECE):
+                target.forward([SessionRows(cache, self._tokens(min(_PIECE, context - begin)), 1)])
 
     def steps(self, drafts: int, accepted: int) -> float:
         """Return the mean seconds of a step of `drafts` drafts, of which `accepted` are kept."""
@@ -55,10 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("target")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--context", type=int, default=100, help="tokens of each text at first")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
-    target = load_target(given.target, dtype=given.dtype, kv_tokens=8192)
-    one, four = Timed(target, 1), Timed(target, 4)
+    kv_tokens = 5 * (given.context + _GROWTH + 16)
+    target = load_target(given.target, dtype=given.dtype, kv_tokens=kv_tokens)
+    one, four = Timed(target, 1, given.context), Timed(target, 4, given.context)
     ways: dict[str, Callable[[], float]] = {
         "a plain step": lambda: one.steps(0, 0),
         f"{DRAFTS} drafts, all accepted": lambda: one.steps(DRAFTS, DRAFTS),
@@ -67,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"4 sessions, {DRAFTS} drafts each, all cut back": lambda: four.steps(DRAFTS, 0),
     }
     if not isinstance(target, OwnCacheTarget):
-        own = OwnCacheTarget(target.model, target.tokenizer_json, kv_tokens=8192, page_size=16)
+        own = OwnCacheTarget(target.model, target.tokenizer_json, kv_tokens=kv_tokens, page_size=16)
         own.most_rows = 64
-        alone = Timed(own, 1)
+        alone = Timed(own, 1, given.context)
         ways[f"transformers' cache, {DRAFTS} drafts, all cut back"] = lambda: alone.steps(DRAFTS, 0)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS + 1):

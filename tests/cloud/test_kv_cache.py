@@ -25,7 +25,7 @@ from outrider.cloud.target.verification import VerificationInput
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import Sampling
 
-PAGE, LAYERS = 4, 2
+PAGE, LAYERS = 4, 3  # of the layers the last keeps keys alone, which are its values too
 TOKENS = st.lists(st.sampled_from((1, 1, 1, 2)), max_size=11)
 BIG = 400
 
@@ -51,7 +51,7 @@ class Contents:
         slots = cache.slots[cache.length : cache.length + len(tokens)]
         numbers = self.of([*cache.tokens, *tokens], cache.length)
         for layer in range(LAYERS):
-            pool.write(layer, slots, numbers + layer / 2, -numbers - layer / 2)
+            pool.write(layer, slots, numbers + layer / 2, values_of(layer, numbers + layer / 2))
         cache.extend(tokens)
 
     def check(self, pool: PagedKVCache, cache: SessionCache, text: Sequence[int]) -> None:
@@ -60,7 +60,11 @@ class Contents:
         for layer in range(LAYERS) if text else ():
             keys, values = pool.read(layer, cache, len(text))
             assert torch.equal(keys, self.of(text) + layer / 2), "another text's keys"
-            assert torch.equal(values, -keys)
+            assert torch.equal(values, keys if layer == LAYERS - 1 else -keys)
+
+
+def values_of(layer: int, keys: torch.Tensor) -> torch.Tensor | None:
+    return None if layer == LAYERS - 1 else -keys
 
 
 def extended(pool: PagedKVCache, contents: Contents, cache: SessionCache, tokens: Sequence[int]) -> SessionCache:
@@ -103,9 +107,10 @@ def check_pool(pool: PagedKVCache, contents: Contents, sessions: Sequence[Sessio
     for page, (_, text) in texts.items():
         start = (len(text) - 1) // PAGE * PAGE
         for layer in range(LAYERS):
-            keys = pool._keys[layer][page * PAGE :][: len(text) - start]
+            keys, *values = (held[page * PAGE :][: len(text) - start] for held in pool._held[layer])
             assert torch.equal(keys, contents.of(text, start) + layer / 2), "a cached page has changed"
-            assert torch.equal(pool._values[layer][page * PAGE :][: len(text) - start], -keys)
+            assert len(values) == (layer < LAYERS - 1)
+            assert all(torch.equal(each, -keys) for each in values)
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.cloud.target import attention
+from outrider.cloud.target import attention, latent_attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
 from outrider.cloud.target.backend import quantization_of
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
@@ -78,6 +78,7 @@ def check_architecture(model: Any) -> float:
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(model.device)
     try:
+        latent_attention.attach(model)
         attached = attach(model)
         _check_kinds(config, attached)
         computing = _Float32() if _judged_type(model) != model.dtype else nullcontext()  # type: ignore[no-untyped-call]

@@ -22,9 +22,10 @@ import torch
 from torch.nn import functional
 
 from outrider.cloud.target.kv_cache import BranchCache, PagedKVCache, SessionCache
+from outrider.cloud.target.latent_attention import OURS, Latents
 from outrider.proto.errors import ModelRefused
 
-NAME = "outrider_paged"
+NAME = f"{OURS}paged"
 BLOCK = 16  # positions; small, since a row attends to all keys of its block
 CALL_ROWS = 4
 
@@ -90,13 +91,14 @@ class RaggedBatch:
             self.borrowed = torch.cat([branch.borrowed for branch in began])
             self.copies = torch.cat([branch.copies for branch in began])
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None) -> None:
         """Store `keys` and `values` [rows, kv_heads, head_dim] of the spans, what branches copy, and zeros after them.
 
-        Masked keys count for nothing, but what a page's last owner has left there may be no number.
+        Without values, the keys are the values too. Masked keys count for nothing, but what a page's last owner has
+        left there may be no number.
         """
         rows = len(self.slots)
-        self.pool.write(layer, self.slots, keys[:rows], values[:rows])
+        self.pool.write(layer, self.slots, keys[:rows], None if values is None else values[:rows])
         if self.borrowed is not None and self.copies is not None:
             self.pool.copy(layer, self.borrowed, self.copies)
         if len(self.rest):
@@ -206,7 +208,8 @@ def paged_attention(
     """Attend, by transformers' interface of attention functions, with the settings of `RaggedBatch.attend`.
 
     `query` is [1, heads, rows, head_dim], and `key` and `value` are [1, kv_heads, rows, head_dim], positions already
-    applied; `module.layer_idx` names their layer, `outrider_batch` the sessions that the rows belong to. Arguments for
+    applied, or what `Latents` hands on. `module.layer_idx` names their layer, `outrider_batch` the sessions that the
+    rows belong to. Arguments for
     other attention functions are refused where they would change the result.
 
     Returns:
@@ -216,11 +219,17 @@ def paged_attention(
         raise ModelRefused("this architecture does not hand keywords to its attention", field="target")
     if kwargs.get("indices") is not None:
         raise ModelRefused("attention to chosen positions is not supported", field="target")
-    batch, layer = outrider_batch, module.layer_idx
-    batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    batch, layer, latents = outrider_batch, module.layer_idx, Latents.of(module)
+    if latents is None:
+        batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key = latents.absorbed(query), torch.cat([key, value], dim=-1)
+        batch.write(layer, key[0].transpose(0, 1), None)
     attended = batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap, s_aux)
     missing = query.shape[2] - attended.shape[1]
-    return (functional.pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended).contiguous(), None
+    attended = functional.pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended
+    return (attended if latents is None else latents.values(attended)).contiguous(), None
 
 
 def _attend(

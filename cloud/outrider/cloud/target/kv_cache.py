@@ -184,8 +184,7 @@ class PagedKVCache:
         self.page_count = self.free_pages = self.blank_page = tokens // page_size
         self._dtype = dtype
         self._device = device
-        self._keys: dict[int, torch.Tensor] = {}  # by layer, made at its first write
-        self._values: dict[int, torch.Tensor] = {}
+        self._held: dict[int, list[torch.Tensor]] = {}  # keys, and values, by layer, made at its first write
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._holders = np.zeros(self.page_count, dtype=np.int32)
         self._tree = PrefixTree(self.page_count)
@@ -204,35 +203,35 @@ class PagedKVCache:
     @property
     def layers(self) -> Collection[int]:
         """Layers that have been written to."""
-        return self._keys.keys()
+        return self._held.keys()
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""
-        if layer not in self._keys:
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]; None: the keys are the values too."""
+        given = [keys] if values is None else [keys, values]
+        if layer not in self._held:
             slot_count = (self.page_count + 1) * self.page_size  # the last page is the blank one
-            self._keys[layer], self._values[layer] = (
-                _zeros((slot_count, *each.shape[1:]), self._dtype, self._device) for each in (keys, values)
-            )
-        self._keys[layer].index_copy_(0, slots, keys.to(self._dtype))
-        self._values[layer].index_copy_(0, slots, values.to(self._dtype))
+            self._held[layer] = [_zeros((slot_count, *each.shape[1:]), self._dtype, self._device) for each in given]
+        for held, each in zip(self._held[layer], given, strict=True):
+            held.index_copy_(0, slots, each.to(self._dtype))
 
     def clear(self, layer: int, slots: torch.Tensor) -> None:
         """Put zeros at `slots` [n] of a layer that has been written to."""
-        self._keys[layer].index_fill_(0, slots, 0.0)
-        self._values[layer].index_fill_(0, slots, 0.0)
+        for held in self._held[layer]:
+            held.index_fill_(0, slots, 0.0)
 
     def copy(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """Copy what a layer holds at the slots `before` [n] to the slots `after` [n]."""
-        for layers in (self._keys, self._values):
-            layers[layer].index_copy_(0, after, layers[layer].index_select(0, before))
+        for held in self._held[layer]:
+            held.index_copy_(0, after, held.index_select(0, before))
 
     def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [length, kv_heads, head_dim] of a session's first positions, a view if possible."""
         if cache.contiguous:
             here = slice(cache.first_slot, cache.first_slot + length)
-            return self._keys[layer][here], self._values[layer][here]
-        slots = cache.slots[:length]
-        return self._keys[layer].index_select(0, slots), self._values[layer].index_select(0, slots)
+            found = [held[here] for held in self._held[layer]]
+        else:
+            found = [held.index_select(0, cache.slots[:length]) for held in self._held[layer]]
+        return found[0], found[-1]
 
     def buffers(self, layer: int, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers for the keys and values of `count` units of `size` slots of a layer, [count, width] each.
@@ -240,20 +239,20 @@ class PagedKVCache:
         All share one memory, which is kept: new memory costs more than what it is for.
         """
         buffers = []
-        for kind, of_layer in enumerate((self._keys[layer], self._values[layer])):
+        for kind, of_layer in enumerate(self._held[layer]):
             width = size * of_layer[0].numel()
             memory = self._buffers[kind]
             if memory is None or len(memory) < count * width:
                 memory = self._buffers[kind] = of_layer.new_empty(count * width)
             buffers.append(memory[: count * width].view(count, width))
-        return buffers[0], buffers[1]
+        return buffers[0], buffers[-1]
 
     def gather(self, layer: int, units: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy keys and values of `units` [n] int64 to `out`, which `buffers` has returned for units of their size.
 
         Unit u is the slots u * size and following; the size divides the page size.
         """
-        for source, buffer in zip((self._keys[layer], self._values[layer]), out, strict=True):
+        for source, buffer in zip(self._held[layer], out, strict=False):
             torch.index_select(source.view(-1, buffer.shape[1]), 0, units, out=buffer)
 
     # --- sessions ---
@@ -466,7 +465,7 @@ class PagedKVCache:
         if not moves:
             return
         before, after = self.slots_of(list(moves)), self.slots_of(list(moves.values()))
-        for tensor in (*self._keys.values(), *self._values.values()):
+        for tensor in itertools.chain(*self._held.values()):
             tensor[after] = tensor[before]
 
     def _hold(self, pages: Sequence[int]) -> None:

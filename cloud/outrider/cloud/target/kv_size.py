@@ -61,8 +61,8 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     numbers = 0
     for layer in layers:
         query_heads = getattr(layer, "num_attention_heads", 0)  # no layer of Mamba has any
-        if getattr(layer, "kv_lora_rank", None):  # latent attention, whose keys and values are kept by head
-            numbers += query_heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim)
+        if getattr(layer, "kv_lora_rank", None):  # latent attention, which keeps one vector for all heads
+            numbers += layer.kv_lora_rank + layer.qk_rope_head_dim
         elif query_heads:
             heads = getattr(layer, "num_key_value_heads", None) or query_heads
             numbers += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // query_heads)

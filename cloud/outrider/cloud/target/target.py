@@ -302,8 +302,7 @@ class Target:
         """Fill `cache` up to `length` with repetitions of what it holds."""
         source = torch.arange(length) % cache.length
         for layer in self.pool.layers:
-            keys, values = self.pool.read(layer, cache, cache.length)
-            self.pool.write(layer, cache.slots[:length], keys[source], values[source])
+            self.pool.copy(layer, cache.slots[source], cache.slots[:length])
         cache.states.shift(length - cache.length)
         cache.extend([0] * (length - cache.length))  # whatever they are: nobody looks for them
 

@@ -17,6 +17,7 @@ from torch import nn
 from outrider.cloud.target import attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan
 from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.latent_attention import OURS
 from outrider.cloud.target.projection import Taps
 from outrider.cloud.target.recorded.call_fusion import shortened, trimmed
 from outrider.cloud.target.recorded.call_recorder import (
@@ -41,7 +42,7 @@ Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 _RECORDED_ROWS = (5, 2), (7, 3)  # rows and wanted ones; none is a multiple of another
 _CHECKED_ROWS = (1, 1), (9, 4)
-_ATTENTION = "outrider_recorded"
+_ATTENTION = f"{OURS}recorded"
 _FUNCTION = "straight"  # name of the compiled pass
 _HANDED_ON = ("scaling", "sliding_window", "softcap", "s_aux", "outrider_batch")
 # What passes raise that the recorder cannot follow; the model's own pass then says what is wrong, if anything is.
