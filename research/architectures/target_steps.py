@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{DRAFTS} drafts, all accepted": lambda: one.steps(DRAFTS, DRAFTS),
         f"{DRAFTS} drafts, half of them cut back": lambda: one.steps(DRAFTS, DRAFTS // 2),
         f"{DRAFTS} drafts, all cut back": lambda: one.steps(DRAFTS, 0),
+        "4 sessions, a plain step": lambda: four.steps(0, 0),
         f"4 sessions, {DRAFTS} drafts each, all cut back": lambda: four.steps(DRAFTS, 0),
     }
     if not isinstance(target, OwnCacheTarget):

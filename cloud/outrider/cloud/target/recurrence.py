@@ -1,7 +1,8 @@
 """State that cannot be cut back: short convolutions, linear attention and state spaces beside the paged KV cache.
 
 Such a layer is a function along the rows of a text that leaves a state behind. transformers gives these functions the
-same names in all families, so each is replaced, layer by layer, by one that calls it for each session's rows alone.
+same names in all families, so each is replaced, layer by layer, by one that calls it for each session's own rows, those
+of several sessions as texts of one call.
 
 A session keeps, for each function, the state at a *border*, a multiple of 16 positions, and the arguments of the rows
 after it. A step runs from there over those rows and its own: to cut back is to drop rows, and a branch is other rows
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -30,8 +31,9 @@ from outrider.cloud.target.attention import RowSpan
 from outrider.cloud.target.kv_cache import BranchCache
 from outrider.cloud.target.session_states import BORDER, Key, RowArguments
 
+_Rows = tuple[RowArguments, torch.Tensor | None]  # rows, and the state before them; None: nothing was before
 _Run = tuple[torch.Tensor, torch.Tensor]  # results of rows, and the state after them
-_Runs = Callable[[RowArguments, torch.Tensor | None], _Run]
+_Job = Generator[_Rows, _Run, list[torch.Tensor]]  # asks for runs one after the other, and returns results
 
 _spans: ContextVar[Sequence[RowSpan]] = ContextVar("spans of the pass", default=())
 
@@ -71,16 +73,18 @@ def attach(model: Any) -> int:
 
 
 class _RowFunction(ABC):
-    """A function along rows.
+    """A function along rows, called for a chunk of several texts at a time.
 
     Attributes:
         name: its name in the modules of transformers.
         rows: its arguments that have a part for each row, and their dimension along the rows.
         along: dimension of its results along the rows.
         returns_state: whether it returns a state, or None, beside the results even if none is asked for.
+        whole: whether each call has `BORDER` rows of a text, those missing filled up with zeros.
     """
 
     returns_state = False
+    whole = True
 
     def __init__(self, name: str, rows: Sequence[str], along: int) -> None:
         self.name = name
@@ -88,27 +92,46 @@ class _RowFunction(ABC):
         self.along = along
 
     @abstractmethod
-    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
-        """Run rows after `state` (None: at the beginning), with the family's functions `known` and all arguments."""
+    def chunk(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        """Run a chunk [texts, ...] after `state`, with the family's functions `known` and all arguments.
+
+        What it leaves behind after rows that were filled up, nobody looks at.
+        """
+
+    def run(self, known: Mapping[str, Any], given: Mapping[str, Any], asked: Sequence[_Rows]) -> list[_Run]:
+        """Run the rows of several texts, chunk by chunk, those that begin a text apart from the others."""
+        cut = [[rows.part(at, min(at + BORDER, len(rows))) for at in range(0, len(rows), BORDER)] for rows, _ in asked]
+        results: list[list[torch.Tensor]] = [[] for _ in asked]
+        states = [state for _, state in asked]
+        for i in range(max(map(len, cut))):
+            here = [number for number, chunks in enumerate(cut) if i < len(chunks)]
+            for some in ([n for n in here if states[n] is None], [n for n in here if states[n] is not None]):
+                if not some:
+                    continue
+                chunks = [cut[number][i] for number in some]
+                size = BORDER if self.whole else max(map(len, chunks))
+                rows = {name: torch.cat([_filled(chunk, name, size) for chunk in chunks]) for name in self.rows}
+                before = [state for state in (states[number] for number in some) if state is not None]
+                result, after = self.chunk(known, {**given, **rows}, torch.cat(before) if before else None)
+                for number, chunk, own, state in zip(some, chunks, result.split(1), after.split(1), strict=True):
+                    results[number].append(own.narrow(self.along, 0, len(chunk)))
+                    states[number] = state
+        whole = [torch.cat(parts, dim=self.along) for parts in results]
+        return [(each, state) for each, state in zip(whole, states, strict=True) if state is not None]
 
 
 class _Convolution(_RowFunction):
     """A causal convolution: all that a layer of LFM2 is, and the beginning of others; its state is what it saw last."""
 
-    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+    def chunk(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
         columns, seen = given.pop("hidden_states"), given["weight"].shape[-1] - 1
         state = columns.new_zeros(*columns.shape[:2], seen) if state is None else state
-        results = []
-        for part in columns.split(BORDER, dim=2):
-            chunk = torch.cat([state, part], dim=2)
-            result = known[self.name](functional.pad(chunk, (0, BORDER - part.shape[2])), **given)
-            results.append(result[..., seen : chunk.shape[2]])
-            state = chunk[..., chunk.shape[2] - seen :].clone()
-        return torch.cat(results, dim=2), state
+        columns = torch.cat([state, columns], dim=2)
+        return known[self.name](columns, **given)[..., seen : columns.shape[2]], columns[..., -seen:]
 
 
 class _Chunked(_RowFunction):
-    """A function that works in chunks, called for one at a time: some add up over all chunks of a call.
+    """A function that works in chunks.
 
     Args:
         initial: its argument for the state before.
@@ -120,26 +143,21 @@ class _Chunked(_RowFunction):
         self.returns_state = returns_state
         self._initial, self._final = initial, final
 
-    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
-        given |= {self._final: True, "chunk_size": BORDER}
-        rows = [given.pop(name) for name in self.rows]
-        count, results = rows[0].shape[1], []
-        filled = [_filled(each, -count % BORDER).split(BORDER, dim=1) for each in rows]
-        for chunk in zip(*filled, strict=True):
-            given |= {name: each.contiguous() for name, each in zip(self.rows, chunk, strict=True)}
-            result, state = known[self.name](**given | {self._initial: state})
-            results.append(result)
+    def chunk(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+        asked = {self._initial: state, self._final: True, "chunk_size": BORDER}
+        result, state = known[self.name](**given | asked)
         if state is None:
             raise ValueError(f"{self.name} returns no state")
-        return torch.cat(results, dim=1)[:, :count], state
+        return result, state
 
 
 class _Mamba(_RowFunction):
     """Mamba (Gu and Dao 2023), row by row: the family's function for many rows takes no state."""
 
+    whole = False
     _NAMES = (("A", "A"), ("D", "D"), ("dt_bias", "delta_bias"), ("dt_softplus", "delta_softplus"))
 
-    def run(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
+    def chunk(self, known: Mapping[str, Any], given: dict[str, Any], state: torch.Tensor | None) -> _Run:
         rows = [given[name].movedim(2, 0).contiguous() for name in self.rows]
         fixed = {name: given[other] for name, other in self._NAMES}
         size = *given["hidden_states"].shape[:2], given["A"].shape[-1]
@@ -160,9 +178,11 @@ _FUNCTIONS: Sequence[_RowFunction] = (
 )
 
 
-def _filled(rows: torch.Tensor, missing: int) -> torch.Tensor:
-    """Append rows of zeros to [1, rows, ...]; nobody looks at what they do to a state."""
-    return torch.cat([rows, rows.new_zeros(1, missing, *rows.shape[2:])], dim=1) if missing else rows
+def _filled(chunk: RowArguments, name: str, size: int) -> torch.Tensor:
+    """Return an argument with rows of zeros up to `size`; nobody looks at what they do to a state."""
+    rows, along = chunk.arguments[name], chunk.dimensions[name]
+    missing = [0, 0] * (rows.dim() - 1 - along) + [0, size - len(chunk)]
+    return functional.pad(rows, missing) if missing[-1] else rows
 
 
 def _by_session(
@@ -177,15 +197,14 @@ def _by_session(
         return own(*args, **kwargs)
     given = dict(zip(names, args, strict=False)) | kwargs
     rows = RowArguments({name: given.pop(name) for name in function.rows}, function.rows)
-
-    def run(held: RowArguments, state: torch.Tensor | None) -> _Run:
-        return function.run(known, given | dict(held.arguments), state)
-
+    run = partial(function.run, known, given)
+    new = {span: rows.part(span.first, span.first + span.count) for span in spans}
+    branches = [span for span in spans if isinstance(span.cache, BranchCache)]
+    found = _together(run, {span: _of_session(key, span, new[span]) for span in spans if span not in branches})
+    found |= _together(run, {span: _of_branch(key, span, new[span]) for span in branches})  # whose sessions have run
     results = []
     for span in spans:
-        new = rows.part(span.first, span.first + span.count)
-        of_span = _of_branch if isinstance(span.cache, BranchCache) else _of_session
-        whole = torch.cat(of_span(run, key, span, new), dim=function.along)
+        whole = torch.cat(found[span], dim=function.along)
         results.append(whole.narrow(function.along, whole.shape[function.along] - span.count, span.count))
     if missing := len(rows) - spans[-1].first - spans[-1].count:  # rows that only fill up the pass
         shape = list(results[0].shape)
@@ -195,7 +214,24 @@ def _by_session(
     return (together, None) if function.returns_state else together
 
 
-def _of_session(run: _Runs, key: Key, span: RowSpan, new: RowArguments) -> list[torch.Tensor]:
+def _together(
+    run: Callable[[Sequence[_Rows]], list[_Run]], jobs: dict[RowSpan, _Job]
+) -> dict[RowSpan, list[torch.Tensor]]:
+    """Return the results of `jobs`, whose runs share calls."""
+    results = {}
+    asked = {span: next(job) for span, job in jobs.items()}
+    while asked:
+        runs = dict(zip(asked, run(list(asked.values())), strict=True))
+        asked = {}
+        for span, done in runs.items():
+            try:
+                asked[span] = jobs[span].send(done)
+            except StopIteration as ended:
+                results[span] = ended.value
+    return results
+
+
+def _of_session(key: Key, span: RowSpan, new: RowArguments) -> _Job:
     """Return the results of rows that end with the `new` ones, and move the border where they are certain."""
     states = span.cache.states
     tail = states.tail(key, new.part(0, 0))
@@ -205,21 +241,24 @@ def _of_session(run: _Runs, key: Key, span: RowSpan, new: RowArguments) -> list[
     for border in (*sorted(states.wanted), certain - certain % BORDER):
         if tail.border < border <= certain:
             length = border - tail.border
-            result, state = run(rows.part(0, length), tail.state)
+            result, left = yield rows.part(0, length), tail.state
+            state = left.clone()  # no view of what other texts left behind
             results.append(result)
             rows = rows.part(length, len(rows))
             tail.move(border, state)
             if border in states.wanted:
                 states.kept.setdefault(border, {})[key] = state
     if len(rows):
-        results.append(run(rows, tail.state)[0])
+        result, _ = yield rows, tail.state
+        results.append(result)
     tail.rows = rows.copied() if tail.border > span.start else rows  # no view of a long prompt's
     return results
 
 
-def _of_branch(run: _Runs, key: Key, span: RowSpan, new: RowArguments) -> list[torch.Tensor]:
+def _of_branch(key: Key, span: RowSpan, new: RowArguments) -> _Job:
     """Return the results of rows that end with the `new` ones, after the session's up to where the branch leaves it."""
     branch: Any = span.cache
     session, own = branch.session.states.tails[key], branch.states.tail(key, new.part(0, 0))
     own.rows = own.rows.part(0, span.start - branch.base).followed_by(new)
-    return [run(session.before(branch.base).followed_by(own.rows), session.state)[0]]
+    result, _ = yield session.before(branch.base).followed_by(own.rows), session.state
+    return [result]
