@@ -92,9 +92,12 @@ NOT_SMALL = {
 }  # fmt: skip
 
 
-def small_model(name: str) -> Any:
-    """Return a model of `name` in float32 whose attention is far from uniform, and whose states tell in its texts."""
-    config = AutoConfig.for_model(name, **(_fields(CONFIG_MAPPING[name]) | _MORE.get(name, {})))
+def small_model(name: str, **shape: int) -> Any:
+    """Return a model of `name` in float32 whose attention is far from uniform, and whose states tell in its texts.
+
+    `shape` takes the place of what its config has otherwise.
+    """
+    config = AutoConfig.for_model(name, **(_fields(CONFIG_MAPPING[name]) | _MORE.get(name, {}) | shape))
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size >= _MOST_PARAMETERS:

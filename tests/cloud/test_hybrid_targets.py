@@ -19,7 +19,7 @@ from outrider.cloud.target.session_states import BORDER, SessionStates, Tail
 from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import VOCAB
-from outrider.proto.types import Sampling
+from outrider.proto.types import Guarantee, Sampling
 from research.architectures.__main__ import save
 from research.architectures.drafted_texts import DraftedText, write
 from research.architectures.small_models import small_model
@@ -72,6 +72,39 @@ def test_linear_attention_conforms_in_tiles(check, folders) -> None:
 )
 def test_other_states_conform(name, check, folders) -> None:
     (CHECKS | BRANCH_CHECKS)[check](suite_of(*folders(name)))
+
+
+@pytest.mark.parametrize("name", [FAMILY, "lfm2", "mamba2", "mamba", "falcon_h1"])
+def test_rows_keep_their_bits_beside_other_texts(name, folders) -> None:
+    assert suite_of(*folders(name)).backend.facts.guarantee is Guarantee.BYTES
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Return a folder whose linear layers are whole vectors wide, so that texts share their calls, and its oracle."""
+    folder = tmp_path_factory.mktemp("wide")
+    heads = dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 16)
+    save(small_model(FAMILY, **heads, linear_key_head_dim=16, linear_value_head_dim=16), folder)
+    return folder, Oracle(folder)
+
+
+@pytest.mark.parametrize("check", [*STATE_CHECKS, "ragged_company", "every_tree_of_drafts", "trees_in_ragged_company"])
+def test_texts_that_share_calls_conform(check, wide) -> None:
+    (CHECKS | BRANCH_CHECKS)[check](suite_of(*wide))
+
+
+def test_texts_share_calls_and_rows_keep_their_bits(wide, monkeypatch) -> None:
+    suite, texts = suite_of(*wide), set()
+    chunk = recurrence._Chunked.chunk
+
+    def counting(function: Any, known: Any, given: Any, state: Any) -> Any:
+        texts.add(len(given["g"]))
+        return chunk(function, known, given, state)
+
+    monkeypatch.setattr(recurrence._Chunked, "chunk", counting)
+    CHECKS["ragged_company"](suite)
+    assert max(texts) > 2
+    assert suite.backend.facts.guarantee is Guarantee.BYTES
 
 
 @pytest.mark.parametrize("check", [*STATE_CHECKS, "ragged_company", "pages"])

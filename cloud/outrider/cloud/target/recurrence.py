@@ -35,6 +35,8 @@ _Rows = tuple[RowArguments, torch.Tensor | None]  # rows, and the state before t
 _Run = tuple[torch.Tensor, torch.Tensor]  # results of rows, and the state after them
 _Job = Generator[_Rows, _Run, list[torch.Tensor]]  # asks for runs one after the other, and returns results
 
+_VECTOR = 16  # numbers of 32 bits that a core works on at once
+
 _spans: ContextVar[Sequence[RowSpan]] = ContextVar("spans of the pass", default=())
 
 
@@ -99,15 +101,18 @@ class _RowFunction(ABC):
         """
 
     def run(self, known: Mapping[str, Any], given: Mapping[str, Any], asked: Sequence[_Rows]) -> list[_Run]:
-        """Run the rows of several texts, chunk by chunk, those that begin a text apart from the others."""
+        """Run the rows of several texts, chunk by chunk, those that begin a text apart from the others.
+
+        All run apart where a row is no whole vectors: small kernels round by how many texts they have.
+        """
         cut = [[rows.part(at, min(at + BORDER, len(rows))) for at in range(0, len(rows), BORDER)] for rows, _ in asked]
         results: list[list[torch.Tensor]] = [[] for _ in asked]
         states = [state for _, state in asked]
         for i in range(max(map(len, cut))):
             here = [number for number, chunks in enumerate(cut) if i < len(chunks)]
-            for some in ([n for n in here if states[n] is None], [n for n in here if states[n] is not None]):
-                if not some:
-                    continue
+            apart = [[number] for number in here]
+            together = [n for n in here if states[n] is None], [n for n in here if states[n] is not None]
+            for some in filter(None, together if _whole_vectors(asked[0][0]) else apart):
                 chunks = [cut[number][i] for number in some]
                 size = BORDER if self.whole else max(map(len, chunks))
                 rows = {name: torch.cat([_filled(chunk, name, size) for chunk in chunks]) for name in self.rows}
@@ -176,6 +181,11 @@ _FUNCTIONS: Sequence[_RowFunction] = (
     _Chunked("mamba2_chunk_scan", *_STATE_SPACE, returns_state=False),  # Mamba 2 (Dao and Gu 2024)
     _Mamba("mamba_selective_scan", ("hidden_states", "dt", "B", "C", "z"), along=2),
 )
+
+
+def _whole_vectors(rows: RowArguments) -> bool:
+    shapes = ((list(each.shape), rows.dimensions[name]) for name, each in rows.arguments.items())
+    return all((shape[:along] + shape[along + 1 :])[-1] % _VECTOR == 0 for shape, along in shapes)
 
 
 def _filled(chunk: RowArguments, name: str, size: int) -> torch.Tensor:
