@@ -25,6 +25,7 @@ DOCS = (
     "kubernetes",
 )
 DOCS += ("load", "models", "drafters", "real-pair", "vllm", "servers", "clients", "tools", "cli", "not-built")
+DOCS += ("first-change",)
 MAX_README_LINES = 200
 RESEARCH = "python -m research"
 OLD = "experiments-1"
@@ -33,7 +34,8 @@ PLACEHOLDERS = {"N": "2", "HOST:PORT": "127.0.0.1:50050", "http://HEAD:8265": "h
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", root / "SECURITY.md", *sorted((root / "docs").glob("*.md"))]
+    top = [root / f"{name}.md" for name in ("README", "SECURITY", "CONTRIBUTING", "CHANGELOG")]
+    return [*top, *sorted((root / "docs").glob("*.md"))]
 
 
 def without_code(text: str) -> str:
