@@ -119,6 +119,17 @@ def test_it_serves_once_built_and_says_all_that_the_coordinator_reads(build: Bui
     assert actor._server.lease_secret == b"secret"  # type: ignore[attr-defined]
 
 
+def test_a_target_of_its_own_needs_nothing_of_another_server(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("outrider.cloud.probes", "aiohttp"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "outrider.cloud.serving.server_loading", raising=False)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert build(name="v").info()["name"] == "v"
+    with pytest.raises(ConfigError, match=r"needs the extra \[server\].*aiohttp") as caught:
+        build(name="w", engine="probes", target_url="http://127.0.0.1:9")
+    assert caught.value.field == "engine"
+
+
 def test_it_says_with_what_another_one_like_it_is_started(build: Build) -> None:
     config, secret, options = build(b"secret", {"num_gpus": 1}, name="v", max_sessions=3).recipe()
     assert (config.max_sessions, secret, options) == (3, b"secret", {"num_gpus": 1})

@@ -22,6 +22,7 @@ from outrider.proto.plumbing.logs import configure
 from outrider.proto.plumbing.loop_watch import end_process
 
 if TYPE_CHECKING:
+    from outrider.cloud.serving.probe_engine import ProbeEngine
     from outrider.cloud.serving.verifier_server import VerifierServer
     from outrider.cloud.verifier_config import VerifierConfig
 
@@ -181,18 +182,32 @@ def _node_is_draining() -> bool:
     return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
-async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
-    from outrider.cloud.serving.server_loading import load_probe_engine
-    from outrider.cloud.serving.verifier_server import VerifierServer
+async def other_engine(config: VerifierConfig) -> ProbeEngine | None:
+    """Return the engine of a server that is not ours; None: a verifier of `config` has a target of its own.
+
+    Raises:
+        ConfigError: what such an engine needs is not installed; else what `load_probe_engine` raises.
+    """
     from outrider.cloud.verifier_config import PROBES
+
+    if config.engine != PROBES:
+        return None
+    try:
+        from outrider.cloud.serving.server_loading import load_probe_engine
+    except ImportError as error:
+        raise ConfigError(lacking("server", error.name or ""), field="engine") from error
+    return await load_probe_engine(config)
+
+
+async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
+    from outrider.cloud.serving.verifier_server import VerifierServer
 
     sink = None
     if config.learn:
         from outrider.cloud.learning.trainer_actor import TrainerLink
 
         sink = TrainerLink(config.model_id)
-    engine = await load_probe_engine(config) if config.engine == PROBES else None
-    server = VerifierServer(config, lease_secret, on_failure, sink, engine)
+    server = VerifierServer(config, lease_secret, on_failure, sink, await other_engine(config))
     await server.start()
     return server
 

@@ -236,10 +236,10 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         end.start()  # the loop itself may stand still
 
     with waiting(f"asking {config.target_url}" if probes else f"loading the target {config.target}"):
-        from outrider.cloud.serving.server_loading import load_probe_engine
+        from outrider.cloud.serving.verifier_actor import other_engine
         from outrider.cloud.serving.verifier_server import VerifierServer
 
-        server = VerifierServer(config, secret, on_failure, engine=await load_probe_engine(config) if probes else None)
+        server = VerifierServer(config, secret, on_failure, engine=await other_engine(config))
     address = await server.start()
     stop = set_when_asked_to_end()
     print(f"verifier {config.name} of {server.rules.model} on {address}", flush=True)
