@@ -1,0 +1,62 @@
+"""An edge of the last tag beside a cluster of today, and the other way round: the same text, by accepted drafts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from command_processes import Command, free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
+
+TAG, DECODE = "experiments-1", "generate"  # its command that decodes prompts on a running cluster
+PROMPT = "def main(argv):\n"
+ROOMS = ("proto", "edge", "cloud", "coordinator", "deploy")
+
+
+@pytest.fixture(scope="module")
+def tagged(root, tmp_path_factory) -> Path:
+    """A tree of the tag."""
+    packed = subprocess.run(["git", "archive", TAG, *ROOMS], cwd=root, capture_output=True, check=False)
+    if packed.returncode:
+        pytest.skip(f"this clone has no tag {TAG}: git fetch --tags")
+    folder = tmp_path_factory.mktemp("tagged")
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def decoded(command: str, address: str, cache: Path) -> tuple[str, str]:
+    """What an edge prints, and what it says of it."""
+    options = ["--coordinator", address, "--cache", str(cache), "--max-tokens", "60", "--temperature", "0.5"]
+    words = [sys.executable, "-m", "outrider.deploy", command, *options, PROMPT]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("older", ["edge", "cluster"])
+def test_a_release_writes_the_same_with_the_one_before(older, tagged, tmp_path, monkeypatch) -> None:
+    paths = os.pathsep.join(str(tagged / room) for room in ROOMS)
+    address = f"127.0.0.1:{free_port()}"
+    cluster = Command("up", "--target", "reference", "--listen", address, log=tmp_path / "up.log")
+    with monkeypatch.context() as patch:
+        if older == "cluster":
+            patch.setitem(os.environ, "PYTHONPATH", paths)
+        cluster.start()
+    try:
+        assert cluster.line().startswith(f"coordinator on {address}")
+        today = decoded("run", address, tmp_path / "today")
+        with monkeypatch.context() as patch:
+            patch.setitem(os.environ, "PYTHONPATH", paths)
+            before = decoded(DECODE, address, tmp_path / "before")
+        assert today[0] == before[0] != ""
+        assert all("accepted drafts" in said and " 0 of them" not in said for _, said in (today, before))
+        assert cluster.terminate() == 0
+    finally:
+        cluster.end()
