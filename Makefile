@@ -15,7 +15,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
+.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs locks sbom dist clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -121,7 +121,7 @@ sbom: $(SUPPLY)/.ready
 # Apart from .venv: what cyclonedx-bom brings makes each process that imports Ray build a grammar for 2 s.
 $(SUPPLY)/.ready: constraints.txt
 	$(PYTHON) -m venv $(SUPPLY)
-	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt cyclonedx-bom uv
+	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt build check-wheel-contents cyclonedx-bom twine uv
 	touch $@
 
 # Pip shows what it fetches on a terminal, and is quiet in a log. uv takes torch's build for this machine, without CUDA
@@ -137,6 +137,16 @@ $(READY): pyproject.toml constraints.txt
 	  || echo "uv could not fetch torch's build for this machine; pip's settings decide which one it is"
 	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[all]' --group dev
 	touch $(READY)
+
+# The packages in dist: code, which is all that an edge installs, and models. Checked, then installed alone and run.
+dist: $(SUPPLY)/.ready
+	rm -f dist/*.whl dist/*.tar.gz
+	$(SUPPLY)/bin/python -m build --outdir dist .
+	$(SUPPLY)/bin/python -m build --wheel --outdir dist deploy/models
+	$(SUPPLY)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	$(SUPPLY)/bin/check-wheel-contents dist/outrider-*.whl
+	$(SUPPLY)/bin/check-wheel-contents --ignore W010 dist/outrider_models-*.whl  # it has no code
+	$(SUPPLY)/bin/python tests/packages/run_packages.py dist
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SUPPLY) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,8 +17,8 @@ from outrider.drafters.packages import FAMILY
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
 
 MAX_MEGABYTES = 250
-MAX_WHEEL_BYTES = 72_000_000
-MAX_EDGE_BYTES = 400_000_000
+MAX_WHEEL_BYTES = 12_000_000
+MAX_EDGE_BYTES = 330_000_000
 
 EDGE_PROGRAM = r"""
 import importlib.util, re, sys

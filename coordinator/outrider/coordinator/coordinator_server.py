@@ -77,6 +77,8 @@ class CoordinatorServer:
         catalogue = Catalogue(self._config.drafters)
         self.service = service = ControlService(self._config, cluster, catalogue, metrics=metrics)
         await service.scan_drafters()
+        if self._config.drafters and not catalogue.manifests:
+            logger.warning("no drafters to offer; install the distribution outrider-models, or give --drafters")
         await service.refresh()
         self._server = self._build(service)
         address = self._bind(self._server)

@@ -9,7 +9,7 @@ Files that the coordinator serves are kept on disk under the hash that was promi
     <root>/files/<sha256>/<name>        a single file, such as a target's tokenizer
     <root>/content/<sha256>             a second name of every file above
 
-Content that is here already, under another version or in the wheel, is linked and not fetched again.
+Content that is here already, under another version or embedded, is linked and not fetched again.
 
 A file arrives as `<name>.<hash>.part`, which an interrupted download leaves behind for the next to go on with, and
 takes its name only once its hash is right. What lies here is checked again at every use.
@@ -50,7 +50,7 @@ class DrafterPackage(DrafterDescription):
     folder: Path = field(kw_only=True)
 
     def path_of(self, name: str) -> Path:
-        """Return the path of a file: in the folder, or where an equal one ships with the wheel."""
+        """Return the path of a file: in the folder, or where an equal one is embedded."""
         own = self.folder / name
         if own.exists():
             return own
@@ -135,14 +135,14 @@ def version_of(graphs: Iterable[Path]) -> str:
 
 
 def embedded_packages() -> tuple[str, ...]:
-    """Return the names of the drafters that ship with the wheel, the one for any subject first."""
+    """Return the names of the drafters of the distribution `outrider-models`, the one for any subject first."""
     names = (manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}"))
     return tuple(sorted(names, key=lambda name: (name != FOR_ANY_SUBJECT, name)))
 
 
 @cache
 def embedded_file(sha256: str) -> Path | None:
-    """Return the path of the file with this hash in the drafters that ship with the wheel; None: there is none."""
+    """Return the path of the file with this hash in the embedded drafters; None: there is none."""
     for name in embedded_packages():
         package = read_manifest(FAMILY / name)
         for file in package.files:
@@ -164,7 +164,7 @@ def find_folder(name_or_path: str | Path) -> Path:
     folder = Path(name_or_path).expanduser()
     if (folder / MANIFEST).is_file():
         return folder
-    names = ", ".join(embedded_packages()) or "none"
+    names = ", ".join(embedded_packages()) or "none are here; they come with the distribution outrider-models"
     near = did_you_mean(str(name_or_path), embedded_packages())
     raise NotFound(
         f"no drafter {str(name_or_path)!r}: give a folder with a {MANIFEST}, or an embedded name ({names}){near}"

@@ -34,7 +34,7 @@ def test_every_copied_file_is_in_the_checkout_and_in_the_build_context() -> None
                 files = (
                     [ROOT / path]
                     if (ROOT / path).is_file()
-                    else [*(ROOT / path).rglob("*.py"), *(ROOT / path).rglob("*.txt")]
+                    else [*(ROOT / path).rglob("*.py"), *(ROOT / path).rglob("*.txt"), *(ROOT / path).rglob("*.toml")]
                 )
                 assert files, f"{path} does not exist"
                 assert not [f for f in files if "__pycache__" not in f.parts and _is_ignored(f)]
@@ -56,7 +56,13 @@ def test_all_that_goes_into_the_wheel_is_copied_before_it_is_built() -> None:
     copied = {path for _, paths, _ in STAGES["wheel"].copies() for path in paths}
     for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert {package, package.partition("/")[0]} & copied
-    assert {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]} <= copied
+    assert {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"], "deploy/models"} <= copied
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_cloud_has_models_and_an_edge_fetches_them(image) -> None:
+    installed = [run for run in STAGES[f"{image}-environment"].all("RUN") if "/dist/outrider_models-*.whl" in run]
+    assert len(installed) == (image != "edge")
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -120,9 +120,10 @@ def resolve_target(target: str) -> str:
     if target.startswith((".", "/", "~")) or target.count("/") > 1 or target.endswith(".gguf"):
         raise NotFound(f"there is no {'file' if target.endswith('.gguf') else 'folder'} {target}", field="target")
     if "/" not in target:
+        missing = "" if embedded_targets() else "; `reference` comes with the distribution outrider-models"
         raise NotFound(
             f"there is no target {target!r}; give {' or '.join((*embedded_targets(), *FETCHED))}, a folder with "
-            "config.json and *.safetensors, a GGUF file, or a hub name such as Qwen/Qwen3-8B",
+            f"config.json and *.safetensors, a GGUF file, or a hub name such as Qwen/Qwen3-8B{missing}",
             field="target",
         )
     return target

@@ -1,0 +1,85 @@
+"""The packages, installed alone: `make dist` builds and checks them, and runs this in empty environments.
+
+Prints the size of each environment. A cluster of the [cloud] environment then serves an edge of the [edge] environment,
+which holds neither torch nor a model. Fails where anything else comes out.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROMPT = "def main(argv):\n" * 20
+MAX_WHEEL_BYTES, MAX_EDGE_BYTES = 12_000_000, 330_000_000
+EXTRAS = ("edge", "coordinator", "server", "bench", "jobs", "tracing", "cloud,coordinator")
+# The first command of an extra that needs no cluster; those of [edge] and [cloud] are below.
+FIRST = {"server": ["doctor", "--server", "http://127.0.0.1:9"], "bench": ["bench", "--help"]}
+
+
+def run(*words: str | Path, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=timeout_s)
+
+
+def environment(folder: Path, wheels: list[str], constraints: Path) -> Path:
+    """Make an environment of `wheels` alone, and return its `outrider`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(folder / "bin/python")]
+    subprocess.run([*pip, "install", "--constraint", str(constraints), *wheels], check=True)
+    return folder / "bin/outrider"
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes that a folder takes on disk."""
+    return 512 * sum(path.lstat().st_blocks for path in folder.rglob("*"))
+
+
+def main(dist: Path, root: Path) -> None:
+    """Try the wheels in `dist`."""
+    [code], [models] = dist.glob("outrider-*.whl"), dist.glob("outrider_models-*.whl")
+    for wheel in (code, models):
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    assert code.stat().st_size <= MAX_WHEEL_BYTES
+    with tempfile.TemporaryDirectory() as place:
+        commands = {}
+        for extra in EXTRAS:
+            folder = Path(place) / extra
+            wheels = [f"{code}[{extra}]", *([str(models)] if "cloud" in extra else [])]
+            commands[extra] = environment(folder, wheels, root / "constraints.txt")
+            size = size_of(folder)
+            print(f"[{extra}]: {size / 1e6:.0f} MB, {run(commands[extra], '--version').stdout.strip()}", flush=True)
+            assert extra != "edge" or size <= MAX_EDGE_BYTES
+            if extra in FIRST:
+                said = run(commands[extra], *FIRST[extra])
+                assert "Traceback" not in said.stderr, said.stderr
+            if extra not in ("edge", "cloud,coordinator"):
+                shutil.rmtree(folder)
+        serve(commands["cloud,coordinator"], commands["edge"], Path(place))
+
+
+def serve(cloud: Path, edge: Path, place: Path) -> None:
+    """Let an edge of its own environment decode against a cluster, and check what it says."""
+    up = [str(cloud), "up", "--target", "reference", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(up, stdout=subprocess.PIPE, text=True, cwd=place) as cluster:
+        try:
+            assert cluster.stdout is not None
+            found = (re.search(r"coordinator on (\S+),", line) for line in cluster.stdout)
+            address = next((match[1] for match in found if match), "")
+            assert address, "the cluster has ended"
+            options = ["--coordinator", address, "--cache", place / "cache"]
+            said = run(edge, "run", *options, "--max-tokens", "64", PROMPT)
+            assert said.returncode == 0, said.stderr
+            assert said.stdout.strip()
+            print("outrider run:", " ".join(said.stderr.split()))
+            said = run(edge, "doctor", *options)
+            assert said.returncode == 0, said.stdout + said.stderr
+            print(f"outrider doctor: {said.stdout.strip().splitlines()[-1]}")
+        finally:
+            cluster.terminate()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(__file__).resolve().parents[2])
