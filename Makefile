@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
 SUPPLY := .venv-supply
+SITE := .venv-site
 
 KILLS := 1000
 FRAMES := 1000000
@@ -15,7 +16,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs locks sbom dist clean
+.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs site locks sbom dist clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -94,6 +95,17 @@ proto: $(READY)
 docs: $(READY)
 	$(BIN)/python -m outrider.deploy.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
+# Builds the pages of docs as a site in dist/site, and fails for a broken link or anchor and for a page without a place in
+# the navigation. It needs no server and no network: dist/site/index.html is where to begin.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(SITE)/.ready
+	PATH="$(CURDIR)/$(SITE)/bin:$$PATH" mkdocs build --strict
+
+$(SITE)/.ready: constraints-site.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --no-deps --requirement constraints-site.txt
+	touch $@
+
 # Pins every package of the images with the hashes of its files; a test fails if the pins no longer fit pyproject.toml and
 # constraints.txt. TORCH_CPU: folder with torch's build without CUDA; without one, uv fetches it from torch's own index.
 TORCH_CPU ?=
@@ -149,4 +161,4 @@ dist: $(SUPPLY)/.ready
 	$(SUPPLY)/bin/python tests/packages/run_packages.py dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SUPPLY) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SUPPLY) $(SITE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
