@@ -209,8 +209,7 @@ def paged_attention(
 
     `query` is [1, heads, rows, head_dim], and `key` and `value` are [1, kv_heads, rows, head_dim], positions already
     applied, or what `Latents` hands on. `module.layer_idx` names their layer, `outrider_batch` the sessions that the
-    rows belong to. Arguments for
-    other attention functions are refused where they would change the result.
+    rows belong to. Arguments for other attention functions are refused where they would change the result.
 
     Returns:
         [1, rows, heads, head_dim], and None in place of the attention weights.
