@@ -1,4 +1,4 @@
-"""What serves contributors: hooks and workflows run what the Makefile has, and the changelog follows the tags."""
+"""Hooks and workflows run what the Makefile has, owners own what is there, and the changelog follows the tags."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from conformance import Suite
+import pytest
+from branch_conformance import BRANCH_CHECKS
+from conformance import CHECKS, Suite
 from conformance_oracle import Oracle
 
 from outrider.cloud.target.backend import Backend
@@ -15,6 +17,10 @@ from outrider.cloud.target.own_cache import OwnCacheTarget
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+
+_LONG = ("anything_in_any_order", "texts_are_those_of_the_rule", "texts_follow_the_law")
+# Every check for a family of targets beside others, the long ones in soak.
+EVERY_CHECK = [pytest.param(check, marks=[pytest.mark.soak] * (check in _LONG)) for check in (*CHECKS, *BRANCH_CHECKS)]
 
 
 @lru_cache(maxsize=3)

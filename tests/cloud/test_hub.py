@@ -123,3 +123,10 @@ def test_the_embedded_target_has_its_tokenizer_and_a_folder_its_own(tmp_path) ->
     assert tokenizer_file(tmp_path) == tmp_path / "tokenizer.json"
     assert load_tokenizer(str(tmp_path)).encode(text) == expected
     assert tokenizer_file("hub/name") is None
+
+
+def test_where_no_target_is_embedded_an_error_names_the_distribution(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(family_index, "_FAMILY", tmp_path)
+    with pytest.raises(NotFound, match="`reference` comes with the distribution outrider-models") as caught:
+        family_index.resolve_target("reference")
+    assert caught.value.field == "target"

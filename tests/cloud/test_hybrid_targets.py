@@ -11,7 +11,7 @@ import torch
 from branch_conformance import BRANCH_CHECKS
 from conformance import CHECKS, Text
 from conformance_oracle import Oracle
-from conformance_suites import suite_of
+from conformance_suites import EVERY_CHECK, suite_of
 
 from outrider.cloud.target import recurrence, target_loading
 from outrider.cloud.target.own_cache import OwnCache, OwnCacheTarget
@@ -44,13 +44,7 @@ def folders(tmp_path_factory):
     return of
 
 
-LONG = ("anything_in_any_order", "texts_are_those_of_the_rule", "texts_follow_the_law")
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=[pytest.mark.soak] * (check in LONG)) for check in (*CHECKS, *BRANCH_CHECKS)],
-)
+@pytest.mark.parametrize("check", EVERY_CHECK)
 def test_linear_attention_conforms(check, folders) -> None:
     (CHECKS | BRANCH_CHECKS)[check](suite_of(*folders(FAMILY), page_size=4))
 

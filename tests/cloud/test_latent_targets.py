@@ -7,7 +7,7 @@ import torch
 from branch_conformance import BRANCH_CHECKS
 from conformance import CHECKS
 from conformance_oracle import Oracle
-from conformance_suites import suite_of
+from conformance_suites import EVERY_CHECK, suite_of
 from transformers import DynamicCache
 
 from outrider.cloud.target.kv_size import bytes_per_token
@@ -17,8 +17,6 @@ from outrider.cloud.target.target import SessionRows
 from outrider.cloud.target.target_loading import load_target
 from research.architectures.__main__ import save
 from research.architectures.small_models import small_model
-
-LONG = ("anything_in_any_order", "texts_are_those_of_the_rule", "texts_follow_the_law")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +31,7 @@ def oracle(folder):
     return Oracle(folder)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=[pytest.mark.soak] * (check in LONG)) for check in (*CHECKS, *BRANCH_CHECKS)],
-)
+@pytest.mark.parametrize("check", EVERY_CHECK)
 def test_latent_attention_conforms(check, folder, oracle) -> None:
     (CHECKS | BRANCH_CHECKS)[check](suite_of(folder, oracle, page_size=4))
 

@@ -149,6 +149,17 @@ async def test_drafters_are_listed_all_or_by_tokenizer(coordinating: Coordinatin
             await call("ListDrafters", "nonsense")
 
 
+async def test_folders_without_any_drafter_are_said_with_the_remedy(
+    coordinating: Coordinating, drafters: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)):
+        assert "no drafters to offer; install the distribution outrider-models" in caplog.text
+    caplog.clear()
+    write_package(drafters / "a", name="a")
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)):
+        assert "no drafters" not in caplog.text
+
+
 async def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash(
     coordinating: Coordinating, drafters: Path
 ) -> None:

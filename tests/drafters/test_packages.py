@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package
+from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package, packages
 from outrider.drafters.packages import FOR_ANY_SUBJECT
 from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
@@ -427,3 +427,10 @@ def test_the_drafter_for_any_subject_comes_first_unless_one_is_named() -> None:
     names = embedded_packages()
     assert names[0] == FOR_ANY_SUBJECT
     assert list(names[1:]) == sorted(names[1:])
+
+
+def test_where_no_model_is_embedded_an_error_names_the_distribution(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(packages, "FAMILY", tmp_path / "nowhere")
+    assert embedded_packages() == ()
+    with pytest.raises(NotFound, match="they come with the distribution outrider-models"):
+        find_package("general")

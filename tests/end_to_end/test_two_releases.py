@@ -25,6 +25,8 @@ def tagged(root, tmp_path_factory) -> Path:
     packed = subprocess.run(["git", "archive", TAG, *ROOMS], cwd=root, capture_output=True, check=False)
     if packed.returncode:
         pytest.skip(f"this clone has no tag {TAG}: git fetch --tags")
+    tags = subprocess.run(["git", "tag", "--sort=-creatordate"], cwd=root, capture_output=True, text=True, check=True)
+    assert tags.stdout.split()[0] == TAG, "another tag is the newest now"
     folder = tmp_path_factory.mktemp("tagged")
     with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
@@ -32,7 +34,7 @@ def tagged(root, tmp_path_factory) -> Path:
 
 
 def decoded(command: str, address: str, cache: Path) -> tuple[str, str]:
-    """What an edge prints, and what it says of it."""
+    """Return the text that an edge prints, and its report."""
     options = ["--coordinator", address, "--cache", str(cache), "--max-tokens", "60", "--temperature", "0.5"]
     words = [sys.executable, "-m", "outrider.deploy", command, *options, PROMPT]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)

@@ -11,14 +11,13 @@ from zipfile import ZipFile
 
 import pytest
 from fleets import fleet
+from run_packages import MAX_EDGE_BYTES, MAX_WHEEL_BYTES, environment, size_of
 
 from outrider.drafters.packages import FAMILY
 
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
 
 MAX_MEGABYTES = 250
-MAX_WHEEL_BYTES = 12_000_000
-MAX_EDGE_BYTES = 330_000_000
 
 EDGE_PROGRAM = r"""
 import importlib.util, re, sys
@@ -43,11 +42,7 @@ def edge_python(tmp_path_factory, root, request) -> Path:
     assert size < MAX_WHEEL_BYTES
     packages = {name.rpartition("/")[0] for name in ZipFile(wheel).namelist() if name.endswith(".py")}
     assert {name.split("/")[0] for name in packages} == {"outrider"}, "what measures the project stays at home"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
-    python = folder / "venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    subprocess.run([*pip, "install", "--quiet", f"{wheel}[edge]"], check=True)
-    return python
+    return environment(folder / "venv", f"{wheel}[edge]") / "bin/python"
 
 
 async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_python, tmp_path) -> None:
@@ -69,7 +64,6 @@ async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge
 
 
 def test_the_environment_of_an_edge_stays_small_on_disk(edge_python) -> None:
-    files = [path.lstat() for path in edge_python.parents[1].rglob("*")]
-    size = 512 * sum(file.st_blocks for file in {(file.st_dev, file.st_ino): file for file in files}.values())
+    size = size_of(edge_python.parents[1])
     print(f"environment of the edge: {size / 1e6:.0f} MB")
     assert 10_000_000 < size < MAX_EDGE_BYTES

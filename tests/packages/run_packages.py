@@ -24,17 +24,18 @@ def run(*words: str | Path, timeout_s: float = 300.0) -> subprocess.CompletedPro
     return subprocess.run([str(word) for word in words], text=True, capture_output=True, timeout=timeout_s)
 
 
-def environment(folder: Path, wheels: list[str], constraints: Path) -> Path:
-    """Make an environment of `wheels` alone, and return its `outrider`."""
+def environment(folder: Path, *wheels: str) -> Path:
+    """Make an environment of `wheels` alone, with what pip finds for them or its further arguments, and return it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(folder / "bin/python")]
-    subprocess.run([*pip, "install", "--constraint", str(constraints), *wheels], check=True)
-    return folder / "bin/outrider"
+    subprocess.run([*pip, "install", *wheels], check=True)
+    return folder
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes that a folder takes on disk."""
-    return 512 * sum(path.lstat().st_blocks for path in folder.rglob("*"))
+    """Return the bytes that a folder takes on disk, those of hard links once."""
+    files = [path.lstat() for path in folder.rglob("*")]
+    return 512 * sum(file.st_blocks for file in {(file.st_dev, file.st_ino): file for file in files}.values())
 
 
 def main(dist: Path, root: Path) -> None:
@@ -46,9 +47,9 @@ def main(dist: Path, root: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         commands = {}
         for extra in EXTRAS:
-            folder = Path(place) / extra
             wheels = [f"{code}[{extra}]", *([str(models)] if "cloud" in extra else [])]
-            commands[extra] = environment(folder, wheels, root / "constraints.txt")
+            folder = environment(Path(place) / extra, "--constraint", str(root / "constraints.txt"), *wheels)
+            commands[extra] = folder / "bin/outrider"
             size = size_of(folder)
             print(f"[{extra}]: {size / 1e6:.0f} MB, {run(commands[extra], '--version').stdout.strip()}", flush=True)
             assert extra != "edge" or size <= MAX_EDGE_BYTES

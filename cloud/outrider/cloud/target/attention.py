@@ -141,8 +141,7 @@ class RaggedBatch:
                     None if sinks is None else _filled(_of_rows(sinks, kv_heads, block.count)).to(query.dtype),
                 )
                 attended.append(seen[:, :, : group * block.count].reshape(1, kv_heads * group, block.count, -1))
-        together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        return together.transpose(1, 2)
+        return joined(attended, dim=2).transpose(1, 2)
 
     def read(self, layer: int, span: RowSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [num_keys, kv_heads, head_dim]; beyond the last row's page they are zeros."""
@@ -178,6 +177,11 @@ class RaggedBatch:
 def rounded_up(number: int, multiple: int) -> int:
     """Return the least multiple of `multiple` from `number` on."""
     return -(-number // multiple) * multiple
+
+
+def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return `tensors`, one after the other along a dimension; one alone is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 
 
 def _filled(rows: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from outrider.cloud.target.attention import CALL_ROWS, RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.attention import CALL_ROWS, RaggedBatch, RowSpan, joined, rounded_up
 from outrider.cloud.target.kv_cache import BranchCache
 
 CHUNK = 256  # positions; shorter ones take more entries, longer ones more memory
@@ -178,8 +178,8 @@ class ChunkedBatch(RaggedBatch):
                 results, logarithms = _attend(own, call.keys, call.values, call.mask, scaling, softcap)
                 seen.append(results.reshape(-1, results.shape[-1]))
                 sums.append(logarithms.reshape(-1))
-            bands.append(_together(_joined(seen), _joined(sums), band, sinks))
-        return _joined(bands).view(1, len(self.slots), num_heads, -1)
+            bands.append(_together(joined(seen), joined(sums), band, sinks))
+        return joined(bands).view(1, len(self.slots), num_heads, -1)
 
     @property
     def _unit(self) -> int:
@@ -344,10 +344,6 @@ def _cut_into_calls(entries: Sequence[_Entry], heads: _Heads, max_keys: int) -> 
             if i == len(alike) or i - first == most or shorter:
                 yield size, alike[first:i]
                 first = i
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _together(seen: torch.Tensor, sums: torch.Tensor, band: _Band, sinks: torch.Tensor | None = None) -> torch.Tensor:

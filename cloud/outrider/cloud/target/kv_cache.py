@@ -252,7 +252,7 @@ class PagedKVCache:
 
         Unit u is the slots u * size and following; the size divides the page size.
         """
-        for source, buffer in zip(self._held[layer], out, strict=False):
+        for source, buffer in zip(self._held[layer], out, strict=False):  # keys that are the values too once
             torch.index_select(source.view(-1, buffer.shape[1]), 0, units, out=buffer)
 
     # --- sessions ---

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from outrider.cloud.target.attention import RowSpan
+from outrider.cloud.target.attention import RowSpan, joined
 from outrider.cloud.target.kv_cache import BranchCache
 from outrider.cloud.target.session_states import BORDER, Key, RowArguments
 
@@ -108,20 +108,22 @@ class _RowFunction(ABC):
         cut = [[rows.part(at, min(at + BORDER, len(rows))) for at in range(0, len(rows), BORDER)] for rows, _ in asked]
         results: list[list[torch.Tensor]] = [[] for _ in asked]
         states = [state for _, state in asked]
+        shared = _whole_vectors(asked[0][0])
         for i in range(max(map(len, cut))):
-            here = [number for number, chunks in enumerate(cut) if i < len(chunks)]
-            apart = [[number] for number in here]
-            together = [n for n in here if states[n] is None], [n for n in here if states[n] is not None]
-            for some in filter(None, together if _whole_vectors(asked[0][0]) else apart):
+            calls: dict[int, list[int]] = {}
+            for number, chunks in enumerate(cut):
+                if i < len(chunks):
+                    calls.setdefault(int(states[number] is None) if shared else number, []).append(number)
+            for some in calls.values():
                 chunks = [cut[number][i] for number in some]
                 size = BORDER if self.whole else max(map(len, chunks))
-                rows = {name: torch.cat([_filled(chunk, name, size) for chunk in chunks]) for name in self.rows}
-                before = [state for state in (states[number] for number in some) if state is not None]
-                result, after = self.chunk(known, {**given, **rows}, torch.cat(before) if before else None)
+                rows = {name: joined([_filled(chunk, name, size) for chunk in chunks]) for name in self.rows}
+                before = [state for number in some if (state := states[number]) is not None]
+                result, after = self.chunk(known, {**given, **rows}, joined(before) if before else None)
                 for number, chunk, own, state in zip(some, chunks, result.split(1), after.split(1), strict=True):
                     results[number].append(own.narrow(self.along, 0, len(chunk)))
                     states[number] = state
-        whole = [torch.cat(parts, dim=self.along) for parts in results]
+        whole = [joined(parts, dim=self.along) for parts in results]
         return [(each, state) for each, state in zip(whole, states, strict=True) if state is not None]
 
 
@@ -192,7 +194,7 @@ def _filled(chunk: RowArguments, name: str, size: int) -> torch.Tensor:
     """Return an argument with rows of zeros up to `size`; nobody looks at what they do to a state."""
     rows, along = chunk.arguments[name], chunk.dimensions[name]
     missing = [0, 0] * (rows.dim() - 1 - along) + [0, size - len(chunk)]
-    return functional.pad(rows, missing) if missing[-1] else rows
+    return functional.pad(rows, missing) if missing[-1] else rows.contiguous()
 
 
 def _by_session(
@@ -208,19 +210,20 @@ def _by_session(
     given = dict(zip(names, args, strict=False)) | kwargs
     rows = RowArguments({name: given.pop(name) for name in function.rows}, function.rows)
     run = partial(function.run, known, given)
-    new = {span: rows.part(span.first, span.first + span.count) for span in spans}
-    branches = [span for span in spans if isinstance(span.cache, BranchCache)]
-    found = _together(run, {span: _of_session(key, span, new[span]) for span in spans if span not in branches})
-    found |= _together(run, {span: _of_branch(key, span, new[span]) for span in branches})  # whose sessions have run
+    found: dict[RowSpan, list[torch.Tensor]] = {}
+    for job, of_branches in ((_of_session, False), (_of_branch, True)):  # branches go on from their sessions' rows
+        some = [span for span in spans if isinstance(span.cache, BranchCache) == of_branches]
+        new = {span: rows.part(span.first, span.first + span.count) for span in some}
+        found |= _together(run, {span: job(key, span, new[span]) for span in some})
     results = []
     for span in spans:
-        whole = torch.cat(found[span], dim=function.along)
+        whole = joined(found[span], dim=function.along)
         results.append(whole.narrow(function.along, whole.shape[function.along] - span.count, span.count))
     if missing := len(rows) - spans[-1].first - spans[-1].count:  # rows that only fill up the pass
         shape = list(results[0].shape)
         shape[function.along] = missing
         results.append(results[0].new_zeros(shape))
-    together = torch.cat(results, dim=function.along)
+    together = joined(results, dim=function.along)
     return (together, None) if function.returns_state else together
 
 

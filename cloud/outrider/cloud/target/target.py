@@ -18,7 +18,7 @@ from outrider.cloud.models.family_index import (
 )
 from outrider.cloud.target import attention
 from outrider.cloud.target.architecture import CHECK_TOLERANCE, REJECTED, checked_length, steps
-from outrider.cloud.target.attention import BLOCK, RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.attention import BLOCK, RaggedBatch, RowSpan, joined, rounded_up
 from outrider.cloud.target.backend import precision_of, quantization_of
 from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
 from outrider.cloud.target.kv_cache import MAX_STATES, PagedKVCache, SessionCache
@@ -170,7 +170,7 @@ class Target:
         logits = [self._pass(pieces) for pieces in _cut(batch, self.passes.limit)]
         for rows in batch:
             rows.cache.extend(rows.tokens)
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return joined(logits)
 
     def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return logits of the wanted rows [n, vocab] among those of one pass."""
