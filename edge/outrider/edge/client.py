@@ -96,6 +96,8 @@ class Client:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._decodings = weakref.WeakSet[Decoding]()  # for which the one thread drafts
         self._channels = Channels(config.security)
+        if self._coordinator is not None:
+            self._coordinator.on_renewed = self._channels.doubt
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         self._battery = Battery(config.battery)
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.

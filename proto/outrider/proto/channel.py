@@ -20,6 +20,8 @@ _LIMITS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)  # a new channel gets the old one and its backoff otherwise
+
 CLIENT_OPTIONS = [
     *_LIMITS,
     ("grpc.enable_retries", 0),
@@ -37,7 +39,7 @@ DECODING_OPTIONS = [
     *CLIENT_OPTIONS,
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", DECODING_WINDOW_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise a new channel gets the old connection and its backoff
+    OWN_CONNECTION,
 ]
 
 # A server refuses pings closer than this ("too many pings"); half the client's interval leaves room.

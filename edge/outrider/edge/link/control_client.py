@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +14,7 @@ import grpc
 from outrider.edge.features import FleetPriors
 from outrider.edge.link.security import Security
 from outrider.proto import codec
-from outrider.proto.channel import CLIENT_OPTIONS
+from outrider.proto.channel import CLIENT_OPTIONS, OWN_CONNECTION
 from outrider.proto.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
     from outrider.proto.cluster_status import ClusterStatus
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
+UNANSWERED_S = 2.0  # after which a call is tried over another connection
+RENEW_EVERY_S = 10.0  # at most: a coordinator that is slow for everybody gets no crowd of handshakes
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
 
 
 class CoordinatorClient:
     """One channel to a coordinator. Every call has a deadline and raises errors of the tree.
+
+    A connection dies unsaid where this machine changes its network, or a router forgets it. So a lease that is not
+    answered for `UNANSWERED_S` is asked for over another connection too, and one in place of a silent verifier's at
+    once: where that connection stands before the answer has come, it takes the place of the first.
+
+    Attributes:
+        on_renewed: called then, since other connections of this machine may be as dead.
 
     Raises:
         ConfigError: a certificate is no good, or the API key would go in plain text.
@@ -45,9 +55,13 @@ class CoordinatorClient:
         self._credentials: grpc.ChannelCredentials | None = None
         self._open: grpc.aio.Channel | None = None
         self._retired: set[asyncio.Task[None]] = set()
+        self._renewed_at = -math.inf
+        self._renewing: asyncio.Task[None] | None = None  # makes another connection, and uses it once it stands
+        self.on_renewed: Callable[[], None] = lambda: None
 
     async def open_lease(self, request: LeaseRequest) -> Lease:
-        lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease)
+        unanswered_s = 0.0 if request.suspected else UNANSWERED_S
+        lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease, unanswered_s)
         self.priors.learn(request, lease)
         self.newest_lease = lease
         return lease
@@ -80,6 +94,9 @@ class CoordinatorClient:
         return await self._call("Drain", codec.encode_drain(verifier), codec.decode_drained)
 
     async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
         if self._open is not None:
             await self._open.close()
         await asyncio.gather(*self._retired)
@@ -89,18 +106,37 @@ class CoordinatorClient:
         credentials = self._files.current() if self._files is not None else None
         if self._open is not None and credentials is self._credentials:
             return self._open
-        if self._open is not None:
-            retiring = asyncio.create_task(self._open.close(self._timeout_s))
-            self._retired.add(retiring)
-            retiring.add_done_callback(self._retired.discard)
         self._credentials = credentials
-        self._open = open_channel(self.address, CLIENT_OPTIONS, credentials, self.security.server_name)
-        return self._open
+        return self._use(open_channel(self.address, CLIENT_OPTIONS, credentials, self.security.server_name))
 
-    async def _call(self, method: str, request: bytes, decode: Callable[[bytes], T]) -> T:
-        unary: Any = self._channel().unary_unary(_PREFIX + method)
+    def _use(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        """Use this channel from now on; calls that run over the one before may end."""
+        before, self._open = self._open, channel
+        if before is not None:
+            self._retire(before)
+        return channel
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        retiring = asyncio.create_task(channel.close(self._timeout_s))
+        self._retired.add(retiring)
+        retiring.add_done_callback(self._retired.discard)
+
+    async def _call(
+        self, method: str, request: bytes, decode: Callable[[bytes], T], unanswered_s: float | None = None
+    ) -> T:
+        """Call, with `unanswered_s` over another connection too after so many seconds; None: over this one alone."""
+
+        def over(channel: grpc.aio.Channel) -> Any:
+            unary: Any = channel.unary_unary(_PREFIX + method)
+            return unary(request, timeout=self._timeout_s, metadata=self.security.metadata)
+
+        channel = self._channel()
+        call = over(channel)
         try:
-            return decode(await unary(request, timeout=self._timeout_s, metadata=self.security.metadata))
+            if unanswered_s is not None and await self._renewed(channel, call, unanswered_s):
+                call.cancel()
+                call = over(self._channel())
+            return decode(await call)
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
             if isinstance(translated, DeadlineExceeded | Unavailable) and not translated.retry_after_s:
@@ -108,6 +144,39 @@ class CoordinatorClient:
                 message = f"the coordinator at {self.address} does not answer: {why}"
                 raise Unavailable(message, field="coordinator") from error
             raise translated from error
+        finally:
+            call.cancel()
+
+    async def _renewed(self, channel: grpc.aio.Channel, call: Any, unanswered_s: float) -> bool:
+        """Wait for a call's answer; return whether another connection stood before it came, and is the one to use."""
+        answer = asyncio.ensure_future(call.code())
+        try:
+            await asyncio.wait([answer], timeout=unanswered_s)
+            spaced = unanswered_s == 0 or time.monotonic() - self._renewed_at > RENEW_EVERY_S
+            if self._renewing is None and self._open is channel and not answer.done() and spaced:
+                self._renewed_at = time.monotonic()
+                self._renewing = asyncio.create_task(self._renew())
+            if self._renewing is not None:
+                await asyncio.wait([answer, self._renewing], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and self._renewing is not None:
+                self._renewing.cancel()  # the connection is alive
+            return not answer.done() and self._open is not channel
+        finally:
+            answer.cancel()
+
+    async def _renew(self) -> None:
+        options = [*CLIENT_OPTIONS, OWN_CONNECTION]
+        another = open_channel(self.address, options, self._credentials, self.security.server_name)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await another.channel_ready()
+        except (TimeoutError, asyncio.CancelledError):
+            self._retire(another)
+        else:
+            self._use(another)
+            self.on_renewed()
+        finally:
+            self._renewing = None
 
 
 def _plain(details: str) -> str:

@@ -225,6 +225,11 @@ class Channels:
         if self._by_address.get(address) is connection:
             del self._by_address[address]
 
+    def doubt(self) -> None:
+        """Open no stream any more over the connections that there are: one like them has died unsaid."""
+        for address, connection in [*self._by_address.items()]:
+            self.retire(address, connection)
+
     async def renew(self, lease: Lease) -> None:
         """Connect to a verifier once more, have it answer that it serves, and use that connection from now on.
 

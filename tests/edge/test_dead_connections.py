@@ -1,0 +1,146 @@
+"""Connections that die unsaid, as where a machine changes its network: the next lease is had over another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.link import control_client
+from outrider.edge.link.control_client import CoordinatorClient
+from outrider.edge.link.link import Channels
+from outrider.proto import codec
+from outrider.proto.errors import Unavailable
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import Lease, LeaseRequest
+
+LEASE = Lease(b"token", "v", "127.0.0.1:1", 60.0, "tiny", "")
+REQUEST = LeaseRequest("tiny", "session")
+SUSPECTED = LeaseRequest("tiny", "session", suspected=True)
+UNANSWERED_S = 0.2
+
+
+class Leasing:
+    """Answers after `takes_s`, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.takes_s, self.asked = 0.0, 0
+        self.server = grpc.aio.server()
+        handlers = {"OpenLease": grpc.unary_unary_rpc_method_handler(self._open)}
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, handlers),))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+
+    async def _open(self, _: bytes, __: Any) -> bytes:
+        self.asked += 1
+        await asyncio.sleep(self.takes_s)
+        return codec.encode_lease(LEASE)
+
+
+class Router:
+    """Carries connections to a port, until it forgets those that there are: they pass nothing then, and say nothing."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.address = ""
+        self.cut = False  # no connection can be made
+        self.connections = 0
+        self._forgotten: list[asyncio.Event] = []
+        self._tasks = set[asyncio.Task[None]]()
+
+    def forget(self) -> None:
+        for forgotten in self._forgotten:
+            forgotten.set()
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        forgotten = asyncio.Event()
+        self._forgotten.append(forgotten)
+        if self.cut:
+            forgotten.set()
+        inside_reader, inside_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        ways = ((reader, inside_writer), (inside_reader, writer))
+        self._tasks |= {asyncio.create_task(self._pump(*way, forgotten)) for way in ways}
+
+    @staticmethod
+    async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, forgotten: asyncio.Event) -> None:
+        with suppress(OSError):
+            while (data := await reader.read(1 << 16)) and not forgotten.is_set():
+                writer.write(data)
+        if not forgotten.is_set():
+            writer.close()
+
+    def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+Routed = tuple[Leasing, Router, CoordinatorClient, list[str]]
+
+
+@asynccontextmanager
+async def routed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Routed]:
+    """A coordinator behind a router, a client that has had a lease, and a note of each time that it renewed."""
+    monkeypatch.setattr(control_client, "UNANSWERED_S", UNANSWERED_S)
+    coordinator, renewed = Leasing(), list[str]()
+    await coordinator.server.start()
+    router = Router(coordinator.port)
+    listening = await asyncio.start_server(router.carry, "127.0.0.1", 0)
+    client = CoordinatorClient(f"127.0.0.1:{listening.sockets[0].getsockname()[1]}", timeout_s=5.0)
+    client.on_renewed = lambda: renewed.append("renewed")
+    try:
+        assert await client.open_lease(REQUEST) == LEASE
+        yield coordinator, router, client, renewed
+    finally:
+        await client.close()
+        listening.close()
+        router.end()
+        await coordinator.server.stop(None)
+
+
+@pytest.mark.parametrize("request_", [REQUEST, SUSPECTED])
+async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(request_, monkeypatch) -> None:
+    async with routed(monkeypatch) as (coordinator, router, client, renewed):
+        router.forget()
+        leases = await asyncio.gather(*(client.open_lease(request_) for _ in range(4)))
+        assert leases == [LEASE] * 4
+        assert (router.connections, renewed) == (2, ["renewed"]), "one for all calls that wait"
+        assert coordinator.asked == 5
+        assert await client.open_lease(REQUEST) == LEASE
+        assert router.connections == 2
+
+
+async def test_a_slow_coordinator_is_asked_twice_and_not_again_soon(monkeypatch) -> None:
+    async with routed(monkeypatch) as (coordinator, router, client, _):
+        coordinator.takes_s = 3 * UNANSWERED_S
+        assert [await client.open_lease(REQUEST) for _ in range(3)] == [LEASE] * 3
+        assert (router.connections, coordinator.asked) == (2, 1 + 2 + 1 + 1)
+
+
+async def test_a_link_that_passes_nothing_is_said_to_answer_nothing(monkeypatch) -> None:
+    async with routed(monkeypatch) as (_, router, client, renewed):
+        router.forget()
+        router.cut = True
+        client._timeout_s = 1.0
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="does not answer"):
+            await client.open_lease(REQUEST)
+        assert time.monotonic() - began < 4.0
+        assert renewed == []
+
+
+async def test_a_client_that_finds_its_connection_dead_doubts_those_to_verifiers() -> None:
+    client = Client(EdgeConfig(coordinator="127.0.0.1:1"))
+    verifier = Channels.connect(client._channels, LEASE)
+    assert client._coordinator is not None
+    client._coordinator.on_renewed()
+    stream = client._channels.open_stream(LEASE, EdgeStatistics())
+    assert verifier.retired
+    assert stream.connection is not verifier
+    await client._channels.close_stream(stream)
+    await client.close()
