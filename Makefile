@@ -113,7 +113,7 @@ PINS := deploy/docker/locks
 PIN := $(SUPPLY)/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --python-version 3.11 \
   --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
 locks: $(SUPPLY)/.ready
-	printf 'build\nhatchling\n' | $(PIN) - --output-file $(PINS)/wheel.txt >/dev/null
+	printf 'build\nhatch-vcs\nhatchling\nsetuptools-scm\n' | $(PIN) - --output-file $(PINS)/wheel.txt >/dev/null
 	echo uv | $(PIN) - --output-file $(PINS)/uv.txt >/dev/null
 	$(PIN) pyproject.toml --extra edge --output-file $(PINS)/edge.txt >/dev/null
 	$(PIN) pyproject.toml --extra coordinator --extra edge --output-file $(PINS)/coordinator.txt >/dev/null

@@ -44,6 +44,7 @@ from outrider.proto.errors import (
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.connections import MAX_WATCHERS
+from outrider.proto.release import release
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.streams import send_bytes
 from outrider.proto.types import (
@@ -371,7 +372,7 @@ async def test_a_client_that_sends_no_more_is_not_waited_for(bench, expected):
     stream = bench.stream()
     await stream.send(waiting(bench))
     await stream.call.done_writing()
-    await stream.opened()
+    assert (await stream.opened()).release == bench.server.status().release == release()
     assert await stream.rest() == (expected, FinishReason.LENGTH)
 
 

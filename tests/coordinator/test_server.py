@@ -37,6 +37,7 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import verify_lease
+from outrider.proto.release import release
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"
@@ -354,8 +355,9 @@ async def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(
 
 async def test_the_status_shows_no_address_of_a_verifier_that_is_down(coordinating: Coordinating) -> None:
     async with coordinating(ScriptedCluster(ready("a"), ready("b", state=VerifierState.DOWN))) as call:
-        verifiers = (await call("Status", None)).verifiers
+        verifiers = (status := await call("Status", None)).verifiers
         assert [(v.name, v.state, v.address) for v in verifiers] == [("a", "ready", "127.0.0.1:1"), ("b", "down", "")]
+        assert status.release == (await call("OpenLease", ask())).release == release()
 
 
 async def test_a_drained_verifier_gets_no_more_leases_and_its_sessions_are_counted(coordinating: Coordinating) -> None:

@@ -60,6 +60,7 @@ def cluster() -> ClusterStatus:
         leases_granted=7,
         recent=reports,
         relay=RelayStatus(streams=1),
+        release="0.2.0",
         edges=(EdgeStatus("garden", reports[1], 3.0, 5), EdgeStatus("kitchen", reports[0], 130.0, 2)),
         acceptance=(
             ClassAcceptance("llama", 3, 2, DrafterPrior("general", "abc", 0.71234, 812.34)),
@@ -90,8 +91,8 @@ def test_the_json_object_has_the_documented_shape() -> None:
     }
     shown = as_json(cluster())
     keys = {"verifiers", "drafters", "edges", "acceptance", "versions", "leases_granted", "relay", "recent"}
-    keys |= {"trainers"}
-    assert set(shown) == keys
+    assert set(shown) == keys | {"trainers", "release"}
+    assert shown["release"] == "0.2.0"
     assert shown["acceptance"][0] == {
         "model": "llama",
         "drafter": "general",
@@ -151,7 +152,7 @@ def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
-    for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
+    for word in (*words, "0.2.0", "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
         assert word in text
     assert sum("llama-0" in line for line in lines) == 6, (
         "as a verifier, and by drafts, links, guarantee, precision, server"

@@ -44,6 +44,7 @@ def main(dist: Path, root: Path) -> None:
     for wheel in (code, models):
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     assert code.stat().st_size <= MAX_WHEEL_BYTES
+    [version] = {wheel.name.split("-")[1] for wheel in (code, models)}
     with tempfile.TemporaryDirectory() as place:
         commands = {}
         for extra in EXTRAS:
@@ -51,7 +52,8 @@ def main(dist: Path, root: Path) -> None:
             folder = environment(Path(place) / extra, "--constraint", str(root / "constraints.txt"), *wheels)
             commands[extra] = folder / "bin/outrider"
             size = size_of(folder)
-            print(f"[{extra}]: {size / 1e6:.0f} MB, {run(commands[extra], '--version').stdout.strip()}", flush=True)
+            assert run(commands[extra], "--version").stdout == f"outrider {version}\n"
+            print(f"[{extra}]: {size / 1e6:.0f} MB", flush=True)
             assert extra != "edge" or size <= MAX_EDGE_BYTES
             if extra in FIRST:
                 said = run(commands[extra], *FIRST[extra])

@@ -302,6 +302,7 @@ class ControlService:
             acceptance=self._statistics.acceptance.shown,
             versions=self._statistics.version_states,
             trainers=self._cluster.trainers,
+            release=release(),
         )
 
     async def drain(self, name: str) -> int:

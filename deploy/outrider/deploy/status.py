@@ -180,6 +180,7 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         "trainers": [_object(trainer) for trainer in status.trainers],
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
+        "release": status.release,
         "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
     }
 
@@ -334,6 +335,8 @@ def _sums(status: ClusterStatus) -> str:
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
     servers = [f"{v.name}: asks {v.server}" for v in status.verifiers if v.server]
+    if status.release:
+        line += f"\nthe coordinator is Outrider {status.release}"
     return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers), *servers])
 
 

@@ -126,6 +126,7 @@ class ClusterStatus:
     acceptance: tuple[ClassAcceptance, ...] = ()
     versions: tuple[VersionStatus, ...] = ()
     trainers: tuple[TrainerStatus, ...] = ()
+    release: str = ""
 
 
 _STATUS = Table(

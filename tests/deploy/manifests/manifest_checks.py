@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping
 
 from dockerfile_stages import DOCKERFILE, IMAGES, exec_form, setting, stages
@@ -23,8 +22,9 @@ def image_of(container: Document) -> str:
 
 
 def version() -> str:
-    """Return the version of this checkout."""
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+    """Return the newest release, whose images the manifests name."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return re.findall(r"^## \[(\d+\.\d+\.\d+)\]", changelog, re.MULTILINE)[0]
 
 
 def images(documents: list[Document]) -> Iterator[str]:

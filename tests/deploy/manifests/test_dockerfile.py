@@ -56,6 +56,7 @@ def test_all_that_goes_into_the_wheel_is_copied_before_it_is_built() -> None:
     copied = {path for _, paths, _ in STAGES["wheel"].copies() for path in paths}
     for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert {package, package.partition("/")[0]} & copied
+    assert STAGES["wheel"].all("ENV") == ["SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION}"]
     assert {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"], "deploy/models"} <= copied
 
 
@@ -84,7 +85,8 @@ def test_an_image_runs_as_a_plain_user_says_what_it_is_and_tells_whether_it_is_w
     labels = " ".join(label for stage in chain(STAGES, image) for label in stage.all("LABEL"))
     assert {"title", "description", "version", "revision", "licenses"} <= set(re.findall(r"image\.(\w+)=", labels))
     assert f'title="outrider-{image}"' in labels
-    assert f"VERSION={version()}" in STAGES[image].all("ARG")
+    assert f"\nARG VERSION={version()}\n" in DOCKERFILE.read_text(encoding="utf-8")
+    assert "VERSION" in STAGES[image].all("ARG")
     assert STAGES[image].base == "base"
     check = setting(STAGES, image, "HEALTHCHECK").partition("CMD ")[2]
     (asked,) = (server.rpartition(":")[2] for server in read_command(exec_form(check), {}, image).health_of)

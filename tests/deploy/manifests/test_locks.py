@@ -11,6 +11,7 @@ import subprocess
 import pytest
 from dockerfile_stages import DOCKERFILE, IMAGES, extras, stages
 from image_locks import LOCKS, OF_IMAGE, PYPROJECT, Pin, complaints, pins
+from manifest_checks import version
 from manifest_documents import ROOT
 
 STAGES = stages(DOCKERFILE.read_text(encoding="utf-8"))
@@ -122,7 +123,7 @@ def test_the_sbom_of_an_image_lists_its_locks() -> None:
     )
     document = json.loads(run.stdout)
     assert document["bomFormat"] == "CycloneDX"
-    assert document["metadata"]["component"]["name"] == "outrider"
+    assert [document["metadata"]["component"][key] for key in ("name", "version")] == ["outrider", version()]
     listed = {
         (c["name"].lower().replace("_", "-"), c["version"]): c["externalReferences"] for c in document["components"]
     }

@@ -746,7 +746,7 @@ class RelayStatus(_message.Message):
     def __init__(self, streams: _Optional[int] = ..., streams_total: _Optional[int] = ..., refused: _Optional[int] = ..., broken: _Optional[int] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., forward_p50_s: _Optional[float] = ..., forward_p99_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions", "trainers")
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions", "trainers", "release")
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -756,6 +756,7 @@ class ClusterStatus(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
     leases_granted: int
@@ -765,7 +766,8 @@ class ClusterStatus(_message.Message):
     acceptance: _containers.RepeatedCompositeFieldContainer[ClassAcceptance]
     versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
-    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
+    release: str
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., release: _Optional[str] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
     __slots__ = ("model", "state", "drafter", "version", "sequence", "load", "waited_s", "hurried", "cpu_share", "max_cpu_share", "steps", "positions", "keys", "waiting", "candidate", "candidate_texts", "candidate_difference", "published", "dropped")
