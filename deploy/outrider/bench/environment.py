@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
 def command_line() -> str:
     """Return the running command in the form that one would type."""
     spec = sys.modules["__main__"].__spec__  # None, where a script runs
-    program = f"python -m {spec.parent}" if spec else "outrider"
+    program = f"python -m {spec.parent}" if spec and spec.parent != "outrider.deploy" else "outrider"
     return f"{program} {shlex.join(sys.argv[1:])}"
 
 
