@@ -16,7 +16,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs site locks sbom dist clean
+.PHONY: demo test alone soak real chaos frames fuzz tables clients vllm images check lint proto docs site locks sbom dist clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -52,6 +52,11 @@ frames: $(READY)
 fuzz: $(READY)
 	mkdir -p $(RECORDS)
 	$(BIN)/python tests/fuzz/run_doors.py --seconds $(FUZZ_S) --seed $(SEED) --output $(RECORDS)/doors.json
+
+# Figures of README and docs taken again, and which moved by more than their noise: some three hours, or 20 minutes with
+# SMALL=1. NAMES chooses records of research/tables.toml, with commas; INPUTS is a folder of files that commands need.
+tables: $(READY)
+	$(BIN)/python -m research tables $(if $(SMALL),--small) $(if $(INPUTS),--inputs $(INPUTS)) $(if $(NAMES),--names $(NAMES))
 
 # Real clients, installed below dist, against a daemon: the table of docs/clients.md. Gigabytes to download; needs npm.
 clients: $(READY)

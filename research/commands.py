@@ -18,6 +18,7 @@ RESEARCH = Program(
         "probes": Entry(
             "time texts of a stock vLLM server over links: its stream, its speculation, and ours", f"{SETTINGS}:PROBES"
         ),
+        "tables": Entry("take figures of README and docs again, and say which moved", f"{SETTINGS}:TABLES"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"

@@ -110,6 +110,17 @@ class ProbeSettings(LinkListSettings):
             raise ConfigError("is missing; give a git directory, or leave edits out of --works", field="repository")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablesSettings(Settings):
+    """Figures to take again."""
+
+    names: tuple[str, ...] = listed((), "records of tables.toml to take; not set: all")
+    small: bool = option(False, "small runs, of which only ratios are compared")
+    write: bool = option(False, "take nothing, but make the pages' tables from the records of docs/figures")
+    inputs: Path = option(Path("dist/inputs"), "folder of files that commands need", metavar="DIR")
+    output: Path = option(Path("dist/records"), "folder for records and logs", metavar="DIR")
+
+
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
 # Records are compared between machines, so that their type must not follow the processor.
 _TARGET = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults={"dtype": "float32"})
@@ -122,4 +133,5 @@ RECORD = Command(
     ),
 )
 LINES = Command("research.lines:show")
+TABLES = Command("research.tables_command:tables", (part(TablesSettings),))
 PROBES = Command("research.probes.probe_bench:probes", (part(ProbeSettings),))

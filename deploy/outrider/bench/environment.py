@@ -52,26 +52,28 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
 
     `options` are further fields of `Environment`.
     """
-    return Environment(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command_line(),
-        python=platform.python_version(),
-        platform=platform.platform(),
-        cpu=_cpu(),
-        cores=available_cores(),
-        packages={name: _version(name) for name in PACKAGES},
-        revision=_revision(),
-        target=verifier.target,
-        dtype=dtype,
-        target_threads=verifier.threads or None,
-        **options,
-    )
+    threads = verifier.threads or None
+    return Environment(**machine(), target=verifier.target, dtype=dtype, target_threads=threads, **options)
+
+
+def machine() -> dict[str, Any]:
+    """Return the fields of `Environment` that name no model: date, command, machine, versions and revision."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": available_cores(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "revision": _revision(),
+    }
 
 
 def command_line() -> str:
     """Return the running command in the form that one would type."""
     spec = sys.modules["__main__"].__spec__  # None, where a script runs
-    program = f"python -m {spec.parent}" if spec else "outrider"
+    program = f"python -m {spec.parent}" if spec and spec.parent != "outrider.deploy" else "outrider"
     return f"{program} {shlex.join(sys.argv[1:])}"
 
 
