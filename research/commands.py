@@ -19,6 +19,9 @@ RESEARCH = Program(
             "time texts of a stock vLLM server over links: its stream, its speculation, and ours", f"{SETTINGS}:PROBES"
         ),
         "tables": Entry("take figures of README and docs again, and say which moved", f"{SETTINGS}:TABLES"),
+        "cluster": Entry(
+            "run a Ray cluster of several nodes in namespaces, under texts and faults", f"{SETTINGS}:CLUSTER"
+        ),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"

@@ -135,3 +135,17 @@ RECORD = Command(
 LINES = Command("research.lines:show")
 TABLES = Command("research.tables_command:tables", (part(TablesSettings),))
 PROBES = Command("research.probes.probe_bench:probes", (part(ProbeSettings),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings(Settings):
+    """A cluster in namespaces of this machine, and which faults it meets."""
+
+    folder: Path = option(Path("dist/cluster"), "folder for logs, keys and caches; what is there goes", metavar="DIR")
+    rtt: float = option(20.0, "round trip between the routers of the edges and the cloud", metavar="MS")
+    loss: float = option(0.0, "packets lost on the way, in percent", metavar="PERCENT", check=between(0, 50))
+    short: bool = option(False, "three edges, and the faults that take no more than two minutes each")
+    json: Path | None = option(None, "file to write the table to")
+
+
+CLUSTER = Command("research.cluster.cluster_command:cluster", (part(ClusterSettings),))

@@ -135,7 +135,7 @@ COORDINATOR = Command(
 VERIFIER = Command(
     "outrider.deploy.local.servers:verifier",
     (
-        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint"),
+        part(VerifierConfig, *LISTENING, "advertise", "name", "min_step_s", "drain_grace_s", "trace_endpoint"),
         part(VerifierConfig, TARGET, SERVING, ENGINE, PROBES, HERE, LEARNING),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(ActorSettings),
