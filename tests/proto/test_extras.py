@@ -65,7 +65,7 @@ def test_source_files_that_were_never_installed_name_what_could_not_be_imported(
 def test_the_remedy_is_where_this_installation_came_from(url, remedy, installed) -> None:
     installed("torch", url=url)
     message = extras.lacking("cloud", "ray")
-    assert message == f"needs the extra [cloud], which is not all installed here (missing: ray); {remedy}"
+    assert message == f"needs the extra [cloud], which is not all installed here (missing: ray); {remedy} (OUT-501)"
 
 
 def test_every_extra_that_an_error_names_exists(root) -> None:

@@ -240,7 +240,8 @@ class StreamLimits:
             self.working -= 1
 
     def _refusal(self, who: str) -> ResourceExhausted:
-        return ResourceExhausted(f"{who} {self._kind} under way, which is the limit; try again", retry_after_s=RETRY_S)
+        message = f"{who} {self._kind} under way, which is the limit; try again"
+        return ResourceExhausted(message, retry_after_s=RETRY_S, code="OUT-305")
 
 
 class _Entry:

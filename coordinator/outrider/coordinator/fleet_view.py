@@ -368,10 +368,12 @@ def place(
     ready = [v for v in fitting if v.state is VerifierState.READY]
     if not ready:
         names = ", ".join(f"{v.name} ({v.state})" for v in fitting)
-        raise Unavailable(f"no verifier of {target!r} is ready: {names}", retry_after_s=RETRY_WHEN_DOWN_S)
+        message = f"no verifier of {target!r} is ready: {names}"
+        raise Unavailable(message, retry_after_s=RETRY_WHEN_DOWN_S, code="OUT-301")
     roomy = [v for v in ready if v.sessions < v.max_sessions]
     if not roomy:
-        raise ResourceExhausted(f"all {len(ready)} verifiers of {target!r} are full", retry_after_s=RETRY_WHEN_FULL_S)
+        message = f"all {len(ready)} verifiers of {target!r} are full"
+        raise ResourceExhausted(message, retry_after_s=RETRY_WHEN_FULL_S, code="OUT-302")
     known = prefixes or {}
     lost = {name: number for number, name in enumerate(avoid, 1)}
     fastest_s = min((v.step_s for v in roomy if v.step_s), default=0.0)
@@ -398,6 +400,7 @@ def verifiers_for(
             "one with the --context-length of the first",
             field="lease_request.context_length",
             retry_after_s=RETRY_WHEN_DOWN_S,
+            code="OUT-306",
         )
     return long or same
 
@@ -415,12 +418,11 @@ def _with_model(verifiers: Sequence[VerifierInfo], model: str) -> list[VerifierI
         return serving
     # A verifier that never answered may serve it, so that a retry may succeed.
     if not known or len(known) < len(verifiers):
-        raise Unavailable(f"no verifier of {wanted or 'any model'!r} has come up yet", retry_after_s=RETRY_WHEN_DOWN_S)
+        message = f"no verifier of {wanted or 'any model'!r} has come up yet"
+        raise Unavailable(message, retry_after_s=RETRY_WHEN_DOWN_S, code="OUT-301")
     models = sorted({v.model for v in known})
-    raise NotFound(
-        f"no verifier serves {model!r}; there is {', '.join(models)}{did_you_mean(model, models)}",
-        field="lease_request.model",
-    )
+    message = f"no verifier serves {model!r}; there is {', '.join(models)}{did_you_mean(model, models)}"
+    raise NotFound(message, field="lease_request.model", code="OUT-308")
 
 
 def _with_tokenizer(serving: list[VerifierInfo], tokenizer_sha256: str) -> list[VerifierInfo]:
@@ -443,5 +445,6 @@ def _with_precision(serving: list[VerifierInfo], precision: str) -> list[Verifie
             f"{there_is}; start one with the --engine, --dtype and other settings of the first",
             field="lease_request.precision",
             retry_after_s=RETRY_WHEN_DOWN_S,
+            code="OUT-306",
         )
     return matching

@@ -74,7 +74,7 @@ class CallerAdmission:
     def check_still_known(self, caller: Caller) -> None:
         """Raise `Unauthenticated` where the caller's key has been taken away since it was checked."""
         if caller.key is not None and self._keys is not None and not self._keys.still_has(caller.key):
-            raise Unauthenticated("has been revoked; ask the operator for another", field="api_key")
+            raise Unauthenticated("has been revoked; ask the operator for another", field="api_key", code="OUT-201")
 
     def check_status(self, caller: Caller) -> None:
         """Raise `PermissionDenied` unless the caller may see the status of the fleet."""

@@ -46,7 +46,8 @@ def connect_ray(address: str) -> None:
         with ray_on_loopback() if here else nullcontext():  # as the cluster's own processes were started
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (*_RAY_FAILURES, ValueError) as error:
-        raise Unavailable(f"no Ray cluster answers at {address!r}: {error}", field="ray_address") from error
+        message = f"no Ray cluster answers at {address!r}: {error}"
+        raise Unavailable(message, field="ray_address", code="OUT-502") from error
 
 
 @contextmanager

@@ -129,14 +129,12 @@ class StreamRelay:
     def _route(self, claim: LeaseClaim) -> VerifierInfo:
         """Return the verifier that a lease is for."""
         if self._metrics.streams >= self._max_streams:
-            raise ResourceExhausted(
-                f"{self._max_streams} streams are relayed, which is the coordinator's limit",
-                retry_after_s=RETRY_WHEN_FULL_S,
-            )
+            message = f"{self._max_streams} streams are relayed, which is the coordinator's limit"
+            raise ResourceExhausted(message, retry_after_s=RETRY_WHEN_FULL_S, code="OUT-305")
         for verifier in self._verifiers():
             if verifier.name == claim.verifier and verifier.state is not VerifierState.DOWN:
                 return verifier
-        raise Unavailable(f"verifier {claim.verifier!r} is down", retry_after_s=RETRY_WHEN_LOST_S)
+        raise Unavailable(f"verifier {claim.verifier!r} is down", retry_after_s=RETRY_WHEN_LOST_S, code="OUT-301")
 
     async def _pass_on(self, verifier: VerifierInfo, context: Any, opening: bytes) -> tuple[grpc.StatusCode, str, Any]:
         """Pass frames both ways until the verifier ends the stream, and return its status."""

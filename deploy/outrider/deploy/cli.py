@@ -7,6 +7,7 @@ import errno
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import WATCH, handlers_restored
+from outrider.proto.error_codes import coded
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
@@ -71,6 +73,7 @@ COMMANDS = {
     "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
     "key": Entry("make an API key, or forget what one has taught", f"{OPERATING}:KEY"),
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
+    "explain": Entry("explain an error by its code", f"{OPERATING}:EXPLAIN"),
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
     "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.bench_settings:BENCH"),
@@ -116,22 +119,23 @@ def main(argv: Sequence[str] | None = None, program: Program = OUTRIDER) -> int:
             return _run(given)
     except OutriderError as error:
         option = given.flag_of(error.field)
-        print(f"{words}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
-        return 1
+        line = f"{option}: {error.message}" if option else error.message
     except (MemoryError, OSError, RuntimeError) as error:
         line = _machine_failure(error)
         if not line:
             raise
         logging.getLogger(__name__).debug("the failure", exc_info=True)
-        print(f"{words}: {line}", file=sys.stderr)
-        return 1
+    line = re.sub(r"\((OUT-\d{3})\)", r"(`outrider explain \1`)", line)
+    print(f"{words}: {line}", file=sys.stderr)
+    return 1
 
 
 def _machine_failure(error: BaseException) -> str:
     """Return one line that says what this machine lacks; empty: it is something else, which a traceback explains."""
     words = " ".join(str(error).split())
     if isinstance(error, MemoryError) or any(sign in words.lower() for sign in NO_MEMORY):
-        return "there is too little memory here: take a smaller target, fewer verifiers, or a smaller --kv-tokens"
+        message = "there is too little memory here: take a smaller target, fewer verifiers, or a smaller --kv-tokens"
+        return coded("OUT-404", message)
     if isinstance(error, OSError) and error.errno in MACHINE:
         return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
     return ""

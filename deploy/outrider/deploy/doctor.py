@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge_options import DoctorSettings, ServerSettings
+from outrider.deploy.commands.edge_options import DoctorSettings, KeySettings, ServerSettings
 from outrider.deploy.credentials import api_key
 from outrider.edge import EdgeConfig
 from outrider.edge.examination import Finding, Outcome, examine, failed_by, ok, warning
+from outrider.proto.error_codes import REMEDIES, code_in
 from outrider.proto.errors import OutriderError
 from outrider.proto.release import release
 
@@ -32,7 +34,11 @@ def doctor(given: Given) -> int:
             json.dumps(
                 {
                     "release": release(),
-                    "checks": [asdict(found) | {"outcome": found.outcome.value} for found in findings],
+                    "checks": [
+                        asdict(found) | {"outcome": found.outcome.value, "code": code_in(found.message)}
+                        for found in findings
+                    ],
+                    "next": _next(given, findings),
                 }
             )
         )
@@ -41,6 +47,7 @@ def doctor(given: Given) -> int:
         findings = asyncio.run(_examined(given, lambda found: _show(console, found)))
         counts = Counter(found.outcome for found in findings)
         console.print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]))
+        console.print(f"next: {escape(_next(given, findings))}", soft_wrap=True)
     return int(any(found.outcome is Outcome.FAILED for found in findings))
 
 
@@ -59,10 +66,23 @@ async def _examined(given: Given, report: Callable[[Finding], None] = lambda _: 
             report(found[0])
             return found + await examine(given(EdgeConfig, api_key=api_key(given), **where), report)
     except OutriderError as error:
-        remedy = "start it, or mend that option; docs/servers.md has the flags of each server"
-        found = [replace(failed_by(error), remedy=remedy, check="server")]
+        found = [replace(failed_by(error), remedy=REMEDIES["OUT-503"], check="server")]
         report(found[0])
         return found
+
+
+def _next(given: Given, findings: list[Finding]) -> str:
+    """Return the remedy of the first failed check, which others wait for; where none failed, the command to type."""
+    failure = next((found for found in findings if found.outcome is Outcome.FAILED), None)
+    if failure is not None:
+        code = code_in(failure.message)
+        return f"{failure.remedy} (`outrider explain {code}`)" if code else failure.remedy
+    words = ["outrider", "edge" if given(ServerSettings).server else "chat"]
+    for argument in given.arguments:
+        value = given.values[argument.name]
+        if argument.kind in (EdgeConfig, ServerSettings, KeySettings) and value != argument.value:
+            words += [f"--{argument.flag}", *([] if value is True else [shlex.quote(str(value))])]
+    return " ".join(words)
 
 
 def _show(console: Console, found: Finding) -> None:

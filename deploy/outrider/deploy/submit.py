@@ -60,7 +60,7 @@ def ray_errors(address: str) -> Iterator[None]:
         yield
     except (requests.exceptions.RequestException, aiohttp.ClientError, ConnectionError, KeyError) as error:
         message = f"no Ray job server answers at {address}; it is on port 8265 of a head that has ray[default]"
-        raise Unavailable(message, field="address") from error
+        raise Unavailable(message, field="address", code="OUT-502") from error
     except (AuthenticationError, RuntimeError, ValueError) as error:
         raise Unavailable(f"the job server at {address} says: {shortened(str(error))}") from error
 

@@ -217,9 +217,8 @@ class DrafterCache:
             yield
         except OSError as error:
             reason = error.strerror or error
-            raise Unavailable(
-                f"cannot use {self.root}: {reason}; give another folder with --cache", field="cache"
-            ) from error
+            message = f"cannot use {self.root}: {reason}; give another folder with --cache"
+            raise Unavailable(message, field="cache", code="OUT-409") from error
 
     def _ensure_file(self, folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
         path, content = folder / file.name, self.root / "content" / file.sha256
@@ -272,11 +271,11 @@ def _check_size(folder: Path, file: RemoteFile, have: int) -> None:
         raise ModelRefused(f"{file.name} has {file.bytes} bytes; {MAX_FILE_BYTES} at most are fetched", field="file")
     free = shutil.disk_usage(folder).free
     if file.bytes - have + SPARE_BYTES > free:
-        raise Unavailable(
+        message = (
             f"{folder} has {free} bytes free, and {file.name} needs {file.bytes - have}; "
-            "make room, or give another folder with --cache",
-            field="cache",
+            "make room, or give another folder with --cache"
         )
+        raise Unavailable(message, field="cache", code="OUT-409")
 
 
 def _link(known: Path, path: Path) -> Path:

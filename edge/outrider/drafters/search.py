@@ -184,11 +184,11 @@ class DrafterSearch:
             TokenizerMismatch: it cannot draft by text.
         """
         if self._no_text:
-            raise TokenizerMismatch(
+            message = (
                 f"{found.name!r} was made for another tokenizer than the target's and cannot draft by text: "
-                f"{self._no_text}; leave it out, or use `auto`",
-                field="drafter",
+                f"{self._no_text}; leave it out, or use `auto`"
             )
+            raise TokenizerMismatch(message, field="drafter", code="OUT-407")
         log.info("the drafter %s has another tokenizer than the target, so it drafts by text", found.name)
         target, package = self._target, found.package
 

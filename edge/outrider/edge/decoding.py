@@ -471,7 +471,8 @@ class Decoding:
                     self._receive(frame)
                 self._receive(frame)
         except TimeoutError as error:
-            raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
+            message = f"{lease.address} did not answer within {self._open_timeout_s:g} s"
+            raise Unavailable(message, code="OUT-102") from error
         self._attempts.answered()
         while self._attempts.stays:
             self._receive(await anext(frames))

@@ -33,6 +33,7 @@ from outrider.edge.link.security import Security
 from outrider.proto import codec, errors
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.channel import CLIENT_OPTIONS
+from outrider.proto.error_codes import REMEDIES, coded
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.tls import PUBLIC, ClientCredentials, ClientTls, certificate_names, explain, open_channel
 from outrider.proto.release import UNKNOWN, release
@@ -54,28 +55,13 @@ TOKENS = 16
 NO_PACKAGE = ("auto", "all", "none", *WITHOUT_PACKAGE)
 
 LOG = "the logs say more: `outrider --log-level info`, on both sides"
-_REMEDIES = {
-    errors.UnsupportedProtocol: "bring both sides to one release, which `outrider --version` shows on each",
-    errors.TokenizerMismatch: (
-        "give --tokenizer the target's tokenizer.json, or leave it out where --coordinator has the right one"
-    ),
-    errors.ModelRefused: "export the drafter again with this release: `outrider export`, or give --drafter ngram",
-    errors.LeaseExpired: (
-        "set both clocks by NTP (`timedatectl`); `outrider coordinator` says for how long a lease is good"
-    ),
-    errors.PermissionDenied: "use another key with --api-key-file, or have this one allowed more at the coordinator",
-    errors.Unauthenticated: (
-        "give --coordinator, which grants the leases, and --api-key-file if it wants a key; "
-        "--lease-secret-file must be the same for `outrider coordinator` and `outrider verifier`"
-    ),
+_REMEDIES = {  # of errors without a code
+    errors.Unavailable: REMEDIES["OUT-301"],
+    errors.ResourceExhausted: REMEDIES["OUT-302"],
+    errors.Unauthenticated: REMEDIES["OUT-201"],
     errors.NotFound: (
         "`outrider status --coordinator HOST:PORT` lists what there is; name that with --model or --drafter"
     ),
-    errors.ResourceExhausted: (
-        "try again later, start another verifier (`outrider verifier`), or raise its --max-sessions"
-    ),
-    errors.DataLoss: "the files are damaged: fetch or `outrider export` them again, or delete the folder of --cache",
-    errors.Unavailable: "start a verifier (`outrider verifier`), or see `outrider status --coordinator HOST:PORT`",
     errors.DeadlineExceeded: "`outrider status --coordinator HOST:PORT` shows whether the verifier is busy or down",
     errors.ConfigError: "mend that option; `outrider doctor --help` lists them",
 }
@@ -113,14 +99,19 @@ class Finding:
 
 ok = partial(Finding, Outcome.OK)
 warning = partial(Finding, Outcome.WARNING)
-failed = partial(Finding, Outcome.FAILED)
+
+
+def failed(message: str, remedy: str, code: str = "") -> Finding:
+    """Return the finding of a failed check."""
+    return Finding(Outcome.FAILED, coded(code, message), remedy)
 
 
 def failed_by(error: OutriderError) -> Finding:
     """Return the finding that an error stands for."""
     option = f"--{error.field.rpartition('.')[2].replace('_', '-')}" if isinstance(error, ConfigError) else error.field
-    message = str(error.message).strip().splitlines()[0]
-    remedy = next((_REMEDIES[kind] for kind in type(error).__mro__ if kind in _REMEDIES), LOG)
+    message = coded(error.code, str(error.message).strip().splitlines()[0])
+    usual = (_REMEDIES[kind] for kind in type(error).__mro__ if kind in _REMEDIES)
+    remedy = REMEDIES.get(error.code) or next(usual, LOG)
     if error.retry_after_s:
         remedy += f" (retry in {error.retry_after_s:g} s)"
     return failed(f"{option}: {message}" if option.strip("-") else message, remedy)
@@ -149,6 +140,11 @@ class Endpoint:
     @property
     def place(self) -> tuple[str, int]:
         return split_address(self.address, self.role)
+
+    @property
+    def unreachable(self) -> str:
+        """Code of an error that it cannot be reached."""
+        return "OUT-101" if self.role == "coordinator" else "OUT-102"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -365,17 +361,20 @@ async def connect_port(at: Endpoint) -> Finding:
         return failed(
             f"the name {at.place[0]!r} is not known here: {error.strerror}",
             f"check the spelling in {at.option}; `getent hosts {at.place[0]}` asks the same resolver",
+            at.unreachable,
         )
     except ConnectionRefusedError:
         return failed(
             f"nothing listens on {at.address}",
             f"start `outrider {at.role} --listen …`, or mend the port in {at.option}; a server that listens on "
             "127.0.0.1 is reached from its own machine only",
+            at.unreachable,
         )
     except OSError as error:  # TimeoutError among them
         return failed(
             f"{at.address} cannot be reached: {error.strerror or str(error) or 'no answer in time'}",
             f"a firewall or a wrong address; see `outrider {at.role} --listen` over there and {at.option} here",
+            at.unreachable,
         )
     writer.close()
     return ok(f"connected in {1000 * (time.monotonic() - began):.1f} ms")
@@ -397,6 +396,7 @@ def _inspect_tls(at: Endpoint) -> Finding:
             return failed(
                 f"{at.address} does not speak TLS ({error})",
                 f"start `outrider {at.role}` with --tls-cert and --tls-key, or leave out --tls-ca",
+                "OUT-103",
             )
         if is_loopback(at.place[0]):
             return Finding(Outcome.SKIPPED, "plain text, which stays on this machine")
@@ -406,7 +406,8 @@ def _inspect_tls(at: Endpoint) -> Finding:
             "and --tls-ca here",
         )
     if tls is None:
-        return failed(f"{at.address} speaks TLS, and this edge does not", "give --tls-ca FILE, or `--tls-ca public`")
+        remedy = "give --tls-ca FILE, or `--tls-ca public`"
+        return failed(f"{at.address} speaks TLS, and this edge does not", remedy, "OUT-103")
     certificate = f"the certificate for {', '.join(certificate_names(shown)) or 'no name'} by {_issuer(shown)}"
     try:
         protocol = _shake_hands(at, tls)
@@ -416,11 +417,13 @@ def _inspect_tls(at: Endpoint) -> Finding:
         return failed(
             f"the server ends the handshake: {getattr(error, 'reason', None) or error}",
             "it wants a certificate of this edge by an authority that it trusts: give --tls-cert and --tls-key",
+            "OUT-104",
         )
     if protocol != HTTP2:
         return failed(
             f"TLS is agreed on but not HTTP/2 (ALPN says {protocol})",
             f"a proxy on the way to the {at.role} speaks HTTP/1 only; let {at.option} go past it",
+            "OUT-107",
         )
     left = shown.not_valid_after_utc - dt.datetime.now(dt.UTC)
     words = f"{certificate}, {left.days} days left"
@@ -466,15 +469,18 @@ def _explain_distrust(
             f"says {now:%Y-%m-%d %H:%M}",
             f"renew it (`outrider certs`) and give it to `outrider {at.role} --tls-cert`, which needs no restart; "
             "if the clock is wrong, `timedatectl` sets it",
+            "OUT-104",
         )
     if error.verify_code in NAME_MISMATCHES:
         return failed(
             f"{certificate} is not for {at.tls_name or at.place[0]}",
             f"reach it by such a name in {at.option}, or give --tls-server-name",
+            "OUT-104",
         )
     return failed(
         f"--tls-ca does not vouch for {certificate}: {error.verify_message}",
         f"give --tls-ca the authority's file that the operator of the {at.role} gave out",
+        "OUT-104",
     )
 
 
@@ -502,6 +508,7 @@ async def time_answers(at: Endpoint) -> Finding:
         return failed(
             f"the {at.role} says that it takes no calls: {status}",
             f"it starts, drains or stops; look again, or start another `outrider {at.role}`",
+            "OUT-301",
         )
     seconds = sorted(seconds[1:] or seconds)  # the first one connects
     median_s, slow_s = statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
@@ -527,12 +534,14 @@ def _explain_refusal(at: Endpoint, error: grpc.aio.AioRpcError) -> Finding:
         return failed(
             f"something else than a {at.role} answers at {at.address}",
             f"check the port in {at.option}, or give {other} if that is what listens there",
+            "OUT-107",
         )
     translated = from_rpc_error(error)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        reason = explain(translated.message).removesuffix("; `outrider doctor` looks closer") or translated.message
+        reason = explain(translated.message).replace("; `outrider doctor` looks closer", "") or translated.message
         return failed(
             f"no gRPC at {at.address}: {reason}",
             f"is that port a {at.role}'s, and are the --tls-… options those that its operator gave out?",
+            at.unreachable,
         )
     return failed_by(translated)

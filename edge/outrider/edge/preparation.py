@@ -183,7 +183,8 @@ class Preparation:
         shelf, package = await self._shelf((), tokenizer_hash(self._tokenizer_json) if own else "")
         path = own or (package.tokenizer_path if package else None)
         if path is None:
-            raise ConfigError("is needed: without coordinator and drafter package nothing has it", field="tokenizer")
+            message = "is needed: without coordinator and drafter package nothing has it"
+            raise ConfigError(message, field="tokenizer", code="OUT-408")
         text, config = _read(path, "tokenizer"), self._config
         sha256 = tokenizer_hash(text)
         route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
@@ -234,7 +235,8 @@ class Preparation:
         path = self._config.tokenizer
         if path is None:
             if lease.tokenizer is None:
-                raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
+                message = "is needed: the coordinator does not serve the target's"
+                raise ConfigError(message, field="tokenizer", code="OUT-408")
             path = self._cache.ensure_file(lease.tokenizer, self._fetcher())
         return _read(path, "tokenizer")
 

@@ -2,13 +2,16 @@
 
 Every error that reaches a user is one of these. Its message says what is wrong and how to mend it; `field` names the
 part of the request at fault; `retry_after_s` is set if the same request may succeed later. `status` names the gRPC
-status that carries it; `outrider.proto.rpc_errors` translates.
+status that carries it; `outrider.proto.rpc_errors` translates. Where somebody must act, the message ends with a code of
+`outrider.proto.error_codes`: its own, or the usual one of its kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import ClassVar
+
+from outrider.proto.error_codes import code_in, coded
 
 MAX_RETRY_AFTER_S = 3600.0
 
@@ -17,8 +20,10 @@ class OutriderError(Exception):
     """Anything that Outrider refuses or that fails in it."""
 
     status: ClassVar[str] = "INTERNAL"
+    usual_code: ClassVar[str] = ""
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: float = 0.0) -> None:
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float = 0.0, code: str = "") -> None:
+        message = coded(code or self.usual_code, message)
         super().__init__(message)
         self.message = message
         self.field = field
@@ -26,6 +31,11 @@ class OutriderError(Exception):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+    @property
+    def code(self) -> str:
+        """Stable code, `OUT-…`, for programs and `outrider explain`; empty: the message says it all."""
+        return code_in(self.message)
 
 
 def bounded_retry_s(seconds: float) -> float:
@@ -50,6 +60,8 @@ class InvalidArgument(OutriderError, ValueError):
 class PromptTooLong(InvalidArgument):
     """The prompt leaves no room for one token in the target's context."""
 
+    usual_code = "OUT-304"
+
 
 class UnknownToken(InvalidArgument):
     """The target's vocabulary does not have a token id."""
@@ -68,9 +80,13 @@ class FailedPrecondition(OutriderError):
 class TokenizerMismatch(FailedPrecondition):
     """Edge and target do not share a tokenizer."""
 
+    usual_code = "OUT-406"
+
 
 class ModelRefused(FailedPrecondition):
     """A model cannot be loaded, exported or trusted as it is."""
+
+    usual_code = "OUT-403"
 
 
 class Fenced(FailedPrecondition):
@@ -79,6 +95,8 @@ class Fenced(FailedPrecondition):
 
 class UnsupportedProtocol(FailedPrecondition):
     """The two ends speak different versions of the contract."""
+
+    usual_code = "OUT-108"
 
 
 class Unauthenticated(OutriderError):
@@ -90,11 +108,14 @@ class Unauthenticated(OutriderError):
 class LeaseExpired(Unauthenticated):
     """The lease is genuine but too old; ask for a new one."""
 
+    usual_code = "OUT-204"
+
 
 class PermissionDenied(OutriderError):
     """The caller is known, and may not do this."""
 
     status = "PERMISSION_DENIED"
+    usual_code = "OUT-202"
 
 
 class NotFound(OutriderError):
@@ -131,7 +152,10 @@ class DataLoss(OutriderError):
     """Content does not have the hash that was promised."""
 
     status = "DATA_LOSS"
+    usual_code = "OUT-405"
 
 
 class Internal(OutriderError):
     """Outrider itself has a defect."""
+
+    usual_code = "OUT-901"

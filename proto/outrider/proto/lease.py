@@ -97,7 +97,8 @@ def verify_lease(
         raise LeaseExpired("is for another start of the verifier; open a new one", field="open.lease")
     for name, expected in (("verifier", verifier), ("model", model), ("session", session), ("epoch", epoch)):
         if getattr(claim, name) != expected:
-            raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {expected!r}", field="open.lease")
+            message = f"is for {name} {getattr(claim, name)!r}, not {expected!r}"
+            raise Unauthenticated(message, field="open.lease", code="OUT-203")
     _check_expiry(claim, now_s)
     return claim
 
@@ -126,10 +127,11 @@ def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:
 def _genuine(token: bytes, secret: bytes) -> LeaseClaim:
     _check_secret(secret)
     if not token:
-        raise Unauthenticated("is missing; open a lease at the coordinator first", field="open.lease")
+        raise Unauthenticated("is missing; open a lease at the coordinator first", field="open.lease", code="OUT-203")
     body, _, signature = token.partition(b".")
     if not hmac.compare_digest(signature, _signature(body, secret)):
-        raise Unauthenticated("has no valid signature; open a lease at the coordinator", field="open.lease")
+        message = "has no valid signature; open a lease at the coordinator"
+        raise Unauthenticated(message, field="open.lease", code="OUT-203")
     return _parse_claim(body)
 
 

@@ -47,4 +47,5 @@ def from_rpc_error(rpc_error: grpc.RpcError) -> OutriderError:
             kinds = {kind.__name__: kind for kind in _leaves_first(OutriderError)}
             kind = kinds.get(detail.kind, by_status)
             return kind(detail.message, field=detail.field, retry_after_s=bounded_retry_s(detail.retry_after_s))
-    return by_status(rpc_error.details() or code.name.lower().replace("_", " "))
+    other = "OUT-107" if code is grpc.StatusCode.UNIMPLEMENTED else ""  # a server without this service
+    return by_status(rpc_error.details() or code.name.lower().replace("_", " "), code=other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_what_needs_a_failed_check_is_skipped_and_names_it(config) -> None:
     assert [check for check, outcome in found.items() if outcome is Outcome.FAILED] == ["coordinator port"]
     assert "nothing listens" in finding(examined, "coordinator port").message
     assert "outrider coordinator" in finding(examined, "coordinator port").remedy
+    assert "(OUT-101)" in finding(examined, "coordinator port").message
     assert finding(examined, "text").message == "coordinator port failed"
     assert finding(examined, "drafter").outcome is Outcome.SKIPPED
 
@@ -75,6 +77,7 @@ def test_what_needs_a_failed_check_is_skipped_and_names_it(config) -> None:
 def test_a_verifier_is_no_coordinator_and_the_other_way_round(cloud, config) -> None:
     examined = asyncio.run(examine(config(coordinator=cloud.verifier)))
     assert "--verifier" in finding(examined, "coordinator answers").remedy
+    assert "(OUT-107)" in finding(examined, "coordinator answers").message
     examined = asyncio.run(examine(config(verifier=cloud.coordinator, model="reference", drafter="general")))
     assert "--coordinator" in finding(examined, "verifier answers").remedy
 
@@ -83,6 +86,7 @@ def test_an_unknown_model_fails_at_the_lease(cloud, config) -> None:
     lease = finding(asyncio.run(examine(config(coordinator=cloud.coordinator, model="nobody"))), "lease")
     assert lease.outcome is Outcome.FAILED
     assert "--model" in lease.remedy
+    assert "(OUT-308)" in lease.message
 
 
 def test_a_wrong_tokenizer_is_found_by_its_hash_or_by_the_verifier(cloud, config, tmp_path) -> None:
@@ -93,6 +97,7 @@ def test_a_wrong_tokenizer_is_found_by_its_hash_or_by_the_verifier(cloud, config
     examined = asyncio.run(examine(config(coordinator=cloud.coordinator, tokenizer=wrong)))
     assert finding(examined, "session opens").outcome is Outcome.FAILED
     assert "--tokenizer" in finding(examined, "session opens").remedy
+    assert "(OUT-406)" in finding(examined, "session opens").message
     examined = asyncio.run(
         examine(config(verifier=cloud.verifier, model="reference", tokenizer=wrong, drafter="ngram"))
     )
@@ -165,6 +170,7 @@ def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypa
     opening = finding(asyncio.run(main()), "session opens")
     assert opening.outcome is Outcome.FAILED
     assert "--max-sessions" in opening.remedy
+    assert "(OUT-302)" in opening.message
 
 
 def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, tmp_path) -> None:
@@ -183,7 +189,9 @@ def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, t
     assert "the same both ways" in finding(well, "text").message
     assert finding(unknown, "lease").outcome is Outcome.FAILED
     assert "--api-key-file" in finding(unknown, "lease").remedy
+    assert "(OUT-201)" in finding(unknown, "lease").message
     assert "--tls-ca" in finding(plain, "coordinator TLS").remedy
+    assert "(OUT-103)" in finding(plain, "coordinator TLS").message
     assert secret not in repr((well, unknown, plain))
 
 
@@ -205,13 +213,57 @@ def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys,
     assert main(["doctor", "--coordinator", cloud.coordinator, "--json", *cache]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["release"]
-    assert {"check", "outcome", "message", "remedy"} == set(record["checks"][0])
+    assert {"check", "code", "outcome", "message", "remedy"} == set(record["checks"][0])
+    assert record["next"] == f"outrider chat --coordinator {cloud.coordinator} --cache {tmp_path}"
     assert main(["doctor", "--coordinator", "no-such-host.invalid:1", *cache]) == 1
     said = capsys.readouterr().out
     assert "failed   coordinator port" in said
     assert "no-such-host.invalid" in said.partition("failed   coordinator port")[2]
     assert "→" in said
     assert "--coordinator" in said
+
+
+FOUND = {
+    "well": examination.ok("it serves", check="lease"),
+    "slow": examination.warning("it is slow", "run one nearer by", check="verifier answers"),
+    "key": examination.failed("the key is unknown", "give --api-key-file", "OUT-201"),
+    "text": examination.failed("two texts differ", "give --exact tiles"),
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "last"),
+    [
+        (["well", "key", "text"], "", "give --api-key-file (`outrider explain OUT-201`)"),
+        (["slow", "text", "key"], "", "give --exact tiles"),
+        (["well", "slow"], "--plaintext --tls-ca 'my ca.pem' --drafter ngram", "outrider chat "),
+        (["well"], "--api-key-file FILE --json", "outrider chat "),
+    ],
+)
+def test_the_last_line_is_the_first_thing_to_mend_or_the_next_command(
+    monkeypatch, capsys, found, options, last
+) -> None:
+    from outrider.deploy import doctor
+    from outrider.deploy.cli import main, parse
+
+    async def examined(*_):
+        return [FOUND[name] for name in found]
+
+    monkeypatch.setattr(doctor, "_examined", examined)
+    given = ["doctor", "--coordinator", "127.0.0.1:50050", *shlex.split(options.replace("FILE", __file__))]
+    failed = FOUND["key"] in asyncio.run(examined()) or FOUND["text"] in asyncio.run(examined())
+    assert main(given) == failed
+    said = capsys.readouterr().out
+    shown = json.loads(said)["next"] if "--json" in given else said.splitlines()[-1].removeprefix("next: ")
+    if failed:
+        assert shown == last
+        return
+    assert shown.startswith(last)
+    again, before = parse(shlex.split(shown)[1:]), parse(given)
+    assert all(
+        again.values[name] == value for name, value in before.values.items() if name in again.values and name != "json"
+    )
+    assert again(EdgeConfig).coordinator == "127.0.0.1:50050"
 
 
 # --- each check alone, on servers that are well and on others that are not ---

@@ -118,14 +118,15 @@ def resolve_target(target: str) -> str:
             raise ModelRefused(f"{target} holds no *.safetensors; convert the weights first", field="target")
         return str(folder)
     if target.startswith((".", "/", "~")) or target.count("/") > 1 or target.endswith(".gguf"):
-        raise NotFound(f"there is no {'file' if target.endswith('.gguf') else 'folder'} {target}", field="target")
+        kind = "file" if target.endswith(".gguf") else "folder"
+        raise NotFound(f"there is no {kind} {target}", field="target", code="OUT-401")
     if "/" not in target:
         missing = "" if embedded_targets() else "; `reference` comes with the distribution outrider-models"
-        raise NotFound(
+        message = (
             f"there is no target {target!r}; give {' or '.join((*embedded_targets(), *FETCHED))}, a folder with "
-            f"config.json and *.safetensors, a GGUF file, or a hub name such as Qwen/Qwen3-8B{missing}",
-            field="target",
+            f"config.json and *.safetensors, a GGUF file, or a hub name such as Qwen/Qwen3-8B{missing}"
         )
+        raise NotFound(message, field="target", code="OUT-401")
     return target
 
 
@@ -156,22 +157,22 @@ def _check_hub(name: str) -> None:
         if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(name, timeout=ANSWERS_WITHIN_S)
         elif not here:
-            raise NotFound(f"{name!r} is not on this machine, and HF_HUB_OFFLINE keeps the hub away", field="target")
+            message = f"{name!r} is not on this machine, and HF_HUB_OFFLINE keeps the hub away"
+            raise NotFound(message, field="target", code="OUT-402")
     except NotFound:
         raise
     except HFValidationError as error:
         raise NotFound(f"{name!r} is no hub name: {first_line(error)}", field="target") from error
     except GatedRepoError as error:
-        raise ModelRefused(
-            f"{name!r} is gated: accept its terms on {hub}/{name}, and {_LOGIN}", field="target"
-        ) from error
+        message = f"{name!r} is gated: accept its terms on {hub}/{name}, and {_LOGIN}"
+        raise ModelRefused(message, field="target", code="OUT-402") from error
     except RepositoryNotFoundError as error:
         message = f"{hub} has no model {name!r}, or shows it to others only; check the name, or {_LOGIN}"
-        raise NotFound(message, field="target") from error
+        raise NotFound(message, field="target", code="OUT-402") from error
     except Exception as error:  # whatever the HTTP library of this release of the hub's raises
         why = f"{hub} cannot be reached: {first_line(error)}"
         if not here:
-            raise NotFound(f"{name!r} is not on this machine, and {why}", field="target") from error
+            raise NotFound(f"{name!r} is not on this machine, and {why}", field="target", code="OUT-402") from error
         log.warning("%s; %s is loaded as it is on this machine", why, name)
         constants.HF_HUB_OFFLINE = True  # else each file that a model may have is asked for, again and again
 

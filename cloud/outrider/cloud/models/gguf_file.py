@@ -85,11 +85,11 @@ def convert(file: Path, folder: Path, template: str = "") -> None:
         model, tokenizer = _load(file)
     need, free = sum(each.nbytes for each in model.parameters()) + _SPARE_BYTES, shutil.disk_usage(folder).free
     if need > free:
-        raise Unavailable(
+        message = (
             f"{file.name} needs {need / 1e6:.0f} MB on the disk of {folder.parent}, which has {free / 1e6:.0f}; make "
-            "room, or name another folder in XDG_CACHE_HOME",
-            field="target",
+            "room, or name another folder in XDG_CACHE_HOME"
         )
+        raise Unavailable(message, field="target", code="OUT-409")
     ends = {model.generation_config.eos_token_id, metadata.get("tokenizer.ggml.eot_token_id")} - {None}
     model.generation_config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
     if template:

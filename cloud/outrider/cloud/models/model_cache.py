@@ -43,10 +43,8 @@ def made_once(name: str, fill: Callable[[Path], None]) -> Path:
             if not folder.is_dir():
                 _make(folder, fill)
     except OSError as error:
-        raise Unavailable(
-            f"cannot make {folder}: {error}; make room, make it writable, or name another folder in XDG_CACHE_HOME",
-            field="target",
-        ) from error
+        message = f"cannot make {folder}: {error}; make room, or it writable, or name another folder in XDG_CACHE_HOME"
+        raise Unavailable(message, field="target", code="OUT-409") from error
     return folder
 
 

@@ -60,7 +60,7 @@ async def _examine(door: HttpDoor, model: str, vocab_of: Callable[[str], int]) -
         try:
             await door.ask(PROMPTS, {"model": name, "prompt": text, "max_tokens": 1, **settings}, headers=headers)
         except Refusal as refusal:
-            if refusal.code == 400 and (found := re.search(pattern, refusal.message)):
+            if refusal.http_status == 400 and (found := re.search(pattern, refusal.message)):
                 return int(found[1])
         return 0
 
@@ -86,7 +86,7 @@ async def _examine(door: HttpDoor, model: str, vocab_of: Callable[[str], int]) -
     try:
         answers, is_open = await server.ask_twice(), True
     except Refusal as refusal:
-        if refusal.code not in (403, 404, 405):
+        if refusal.http_status not in (403, 404, 405):
             raise
         lacking.append("--enable-scale-out: a probe is one prompt, not one for each draft")
         answers, is_open = [], False
@@ -126,7 +126,8 @@ async def _chosen_model(door: HttpDoor, model: str) -> tuple[str, str, int]:
         raise ConfigError(f"{refusal.message}; is {url} the root of a server's API?", field="target_url") from refusal
     owners = {str(card.get("owned_by")) for card in cards.values()}
     if owners != {"vllm"}:
-        raise ConfigError(f"{url} is no vLLM server: its models are owned by {sorted(owners)}", field="target_url")
+        message = f"{url} is no vLLM server: its models are owned by {sorted(owners)}"
+        raise ConfigError(message, field="target_url", code="OUT-503")
     names = ", ".join(sorted(cards))
     whole = [each for each, card in cards.items() if not card.get("parent")]
     if not model and len({cards[each]["root"] for each in whole}) != 1:

@@ -59,9 +59,11 @@ class ServerAddress:
 class Refusal(Internal):
     """The server answers, and does not do as it is asked: a status of 4xx."""
 
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(f"the server refuses a request ({code}): {message}")
-        self.code = code
+    usual_code = "OUT-503"
+
+    def __init__(self, http_status: int, message: str) -> None:
+        super().__init__(f"the server refuses a request ({http_status}): {message}")
+        self.http_status = http_status
 
 
 class HttpDoor:
@@ -122,7 +124,7 @@ class HttpDoor:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise Internal(f"{self.address.url}{path} answers with no JSON object", field="target_url")
+            raise Internal(f"{self.address.url}{path} answers with no JSON object", field="target_url", code="OUT-503")
         return answer
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None, *, tokens: int = 0, **how: Any) -> bytes:
@@ -193,22 +195,23 @@ class HttpDoor:
                 if answer.status in (401, 403) and answer.status not in handled:
                     remedy = "; give the server's --api-key by --target-key-file" if answer.status == 401 else ""
                     said = f"{url} refuses this client ({answer.status}): {message}{remedy}"
-                    raise Unavailable(said, field="target_key_file")
+                    raise Unavailable(said, field="target_key_file", code="OUT-503")
                 if answer.status not in TRANSIENT:
                     raise Refusal(answer.status, message)
                 said = f"fails ({answer.status}): {message}"
             except aiohttp.ClientSSLError as error:
                 remedy = "name the file of the CA's certificates by --target-ca, or http:// for a server without TLS"
-                raise Unavailable(f"no TLS with {url}: {_brief(error)}; {remedy}", field="target_url") from None
+                said = f"no TLS with {url}: {_brief(error)}; {remedy}"
+                raise Unavailable(said, field="target_url", code="OUT-503") from None
             except TimeoutError:
                 self._broken = True
                 said = f"{url} did not answer within {wait.total or wait.sock_read:.0f} s; it hangs, or is overloaded"
-                raise Unavailable(said, field="target_url", retry_after_s=1.0) from None
+                raise Unavailable(said, field="target_url", retry_after_s=1.0, code="OUT-503") from None
             except (aiohttp.ClientError, OSError) as error:
                 said = f"cannot be reached: {_brief(error)}; is the server running there?"
             self._broken = True
             if time.monotonic() + pause_s > until:
-                raise Unavailable(f"{url} {said}", field="target_url", retry_after_s=1.0)
+                raise Unavailable(f"{url} {said}", field="target_url", retry_after_s=1.0, code="OUT-503")
             await asyncio.sleep(pause_s)  # at once at first: the server may have closed an idle connection
             pause_s = min(2 * pause_s or 0.1, 2.0)
 
@@ -246,4 +249,5 @@ def understood() -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Internal(f"the server answers in a form of its own: {type(error).__name__}: {error}") from error
+        message = f"the server answers in a form of its own: {type(error).__name__}: {error}"
+        raise Internal(message, code="OUT-503") from error

@@ -255,7 +255,7 @@ class VllmServer:
             await self._be_sure()
             answer = await self.door.ask(path, body, headers=headers, tokens=tokens, within_s=0)
         except Refusal as refusal:
-            if refusal.code == 404:
+            if refusal.http_status == 404:
                 await self._be_sure(doubtful=True)
             raise
         self._answers_as = self._answers_as or str(answer.get("model"))

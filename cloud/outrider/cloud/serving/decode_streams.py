@@ -278,7 +278,8 @@ class DecodeStreams:
 
 def _check_lease(frame: Open, rules: VerifierRules, secret: bytes, incarnation: str) -> LeaseClaim | None:
     if frame.model != rules.model:
-        raise NotFound(f"{frame.model!r} is not served here; this verifier has {rules.model!r}", field="open.model")
+        message = f"{frame.model!r} is not served here; this verifier has {rules.model!r}"
+        raise NotFound(message, field="open.model", code="OUT-308")
     if not secret:
         return None
     return verify_lease(

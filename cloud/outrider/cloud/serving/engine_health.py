@@ -149,4 +149,4 @@ class VerifierHealth:
 
 
 def _standing_still() -> Unavailable:
-    return Unavailable("the verifier's engine stands still; resume elsewhere", retry_after_s=0.1)
+    return Unavailable("the verifier's engine stands still; resume elsewhere", retry_after_s=0.1, code="OUT-307")

@@ -92,7 +92,7 @@ def _load_model(folder: Path, target: TargetFacts) -> OwnDrafter:
 def _check_tokenizer(name: str, sha256: str, target: TargetFacts) -> None:
     if sha256 != target.tokenizer_sha256:
         message = f"{name!r} was made for another tokenizer, and only edges draft by text"
-        raise TokenizerMismatch(message, field="draft_with")
+        raise TokenizerMismatch(message, field="draft_with", code="OUT-407")
 
 
 def _embedded_for(target: TargetFacts) -> str:

@@ -246,5 +246,6 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _ending(error: Exception) -> OutriderError:
     if _lacks_memory(error):
-        return Unavailable("the verifier lacks the memory for this session; resume elsewhere", retry_after_s=1.0)
+        message = "the verifier lacks the memory for this session; resume elsewhere"
+        return Unavailable(message, retry_after_s=1.0, code="OUT-303")
     return Internal(f"the step failed: {type(error).__name__}")

@@ -156,7 +156,8 @@ class Sessions:
         if self.failed:
             raise verifier_failed()
         if self.draining:
-            raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
+            message = "the verifier is draining; ask the coordinator for another"
+            raise Unavailable(message, retry_after_s=0.1, code="OUT-301")
         session = VerifierSession(frame, self.rules, now, self.here)
         name = text_name(owner.key, frame.session)
         others = [slot for slot in self if slot.text_name == name]
@@ -169,7 +170,8 @@ class Sessions:
         if len(self) >= self.max_sessions and self._parked:
             self.evict(next(iter(self._parked)), "its slot is needed")
         if len(self) >= self.max_sessions:
-            raise ResourceExhausted(f"all {self.max_sessions} sessions are taken; try again later", retry_after_s=1.0)
+            message = f"all {self.max_sessions} sessions are taken; try again later"
+            raise ResourceExhausted(message, retry_after_s=1.0, code="OUT-302")
         session.credit = self.credit
         return session
 
@@ -182,11 +184,8 @@ class Sessions:
             return
         texts = sum(slot.owner.key == owner.key for slot in self.unfinished())
         if texts >= owner.max_sessions:
-            raise ResourceExhausted(
-                f"key {owner.key!r} has {texts} sessions running, which is all it may have; wait for one to end",
-                field="api_key",
-                retry_after_s=1.0,
-            )
+            message = f"key {owner.key!r} has {texts} sessions running, which is all it may have; wait for one to end"
+            raise ResourceExhausted(message, field="api_key", retry_after_s=1.0, code="OUT-205")
 
     # --- frames and steps ---
 
@@ -333,7 +332,7 @@ class Sessions:
                 last = max(reversed(running), key=lambda slot: held[slot.owner.key])  # the first of several
                 running.remove(last)
                 sent_away.append(last)
-                self.fail(last, Unavailable("the verifier has no KV pages left; resume elsewhere"))
+                self.fail(last, Unavailable("the verifier has no KV pages left; resume elsewhere", code="OUT-303"))
             if slot in running:
                 self._grow(slot)
         return sent_away
@@ -447,4 +446,4 @@ def opened_twice() -> InvalidArgument:
 
 def verifier_failed() -> Unavailable:
     """Return the error of sessions that are at a failed verifier, or come to it."""
-    return Unavailable("the verifier has failed; resume elsewhere", retry_after_s=0.1)
+    return Unavailable("the verifier has failed; resume elsewhere", retry_after_s=0.1, code="OUT-307")

@@ -101,17 +101,14 @@ class Capacity:
     def check_room(self, tokens: int, more: int) -> None:
         """Raise ResourceExhausted unless `tokens` positions fit at all, and `more` pages are free."""
         if self.pages_for(tokens) > self.pages:
-            raise ResourceExhausted(
+            message = (
                 f"needs {tokens} positions, the verifier's KV cache holds {self.pages * self.page_size}; "
-                "lower sampling.max_tokens",
-                field="open.prompt",
+                "lower sampling.max_tokens"
             )
+            raise ResourceExhausted(message, field="open.prompt", code="OUT-303")
         if more > self.free_pages:
-            raise ResourceExhausted(
-                f"needs {more} KV pages, {self.free_pages} are free; try again later",
-                field="open.prompt",
-                retry_after_s=1.0,
-            )
+            message = f"needs {more} KV pages, {self.free_pages} are free; try again later"
+            raise ResourceExhausted(message, field="open.prompt", retry_after_s=1.0, code="OUT-303")
 
 
 class Handle(Protocol):

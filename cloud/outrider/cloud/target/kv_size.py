@@ -37,7 +37,8 @@ def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, m
     memory = GPU_SHARE * torch.cuda.mem_get_info(device)[0] if on_gpu else CPU_SHARE * available_bytes()
     tokens = min(most, int((memory - others) // max(1, bytes_per_token(config, dtype))))
     if tokens < 16:
-        raise ModelRefused(f"{memory / 2**20:.0f} MiB of memory are too few for a KV cache", field="kv_tokens")
+        message = f"{memory / 2**20:.0f} MiB of memory are too few for a KV cache"
+        raise ModelRefused(message, field="kv_tokens", code="OUT-404")
     return tokens
 
 
@@ -45,11 +46,11 @@ def check_memory(kv_tokens: int, config: Any, dtype: torch.dtype) -> None:
     """Raise ModelRefused where a CPU has no memory for so many positions, whose pages take theirs when written."""
     needed, available = kv_tokens * bytes_per_token(config, dtype), available_bytes()
     if needed > available:
-        raise ModelRefused(
+        message = (
             f"{kv_tokens:,} positions take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of memory are "
-            "left; give fewer, or 0 for as many as fit",
-            field="kv_tokens",
+            "left; give fewer, or 0 for as many as fit"
         )
+        raise ModelRefused(message, field="kv_tokens", code="OUT-404")
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit."""
+"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit, explain."""
 
 from __future__ import annotations
 
@@ -115,6 +115,13 @@ class SubmitSettings(Settings):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainSettings(Settings):
+    """An error to explain."""
+
+    code: str = option("", "code at the end of an error, OUT-…; empty: list all", metavar="CODE", positional=True)
+
+
 CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
 STATUS = Command("outrider.deploy.status:status", (*CONNECTED, part(StatusSettings)))
 DRAIN = Command("outrider.deploy.status:drain", (part(DrainSettings), *CONNECTED))
@@ -123,3 +130,4 @@ CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link_command:link", (part(LinkSettings),))
 SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
+EXPLAIN = Command("outrider.deploy.explain:explain", (part(ExplainSettings),))

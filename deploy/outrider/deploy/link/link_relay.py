@@ -364,7 +364,7 @@ class LinkRelay:
             listener.bind(address)
         except OSError as error:
             listener.close()
-            raise Unavailable(f"cannot listen on {listen}: {error.strerror}", field="listen") from error
+            raise Unavailable(f"cannot listen on {listen}: {error.strerror}", field="listen", code="OUT-109") from error
         bound = listener.getsockname()[1]
         self._listener = listener
         try:

@@ -96,7 +96,8 @@ def of_model(replicas: Sequence[Replica], model: str) -> list[Replica]:
     """
     models = sorted({replica.model for replica in replicas if replica.model})
     if model and model not in models:
-        raise NotFound(f"no verifier serves {model!r}; there is {', '.join(models) or 'none'}", field="model")
+        message = f"no verifier serves {model!r}; there is {', '.join(models) or 'none'}"
+        raise NotFound(message, field="model", code="OUT-308")
     if len(models) > 1 and not model:
         raise ConfigError(f"must be one of {', '.join(models)}, which have verifiers here", field="model")
     wanted = {model or "".join(models), *([""] if len(models) <= 1 else [])}

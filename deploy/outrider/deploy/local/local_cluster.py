@@ -224,7 +224,8 @@ def _start_local_ray() -> None:
             in_time = "timed out" not in str(error).lower()
             if in_time or not left:
                 late = "" if in_time else " in time"
-                raise Unavailable(f"a local Ray cluster does not start{late}: {error}", field="ray") from error
+                message = f"a local Ray cluster does not start{late}: {error}"
+                raise Unavailable(message, field="ray", code="OUT-502") from error
             ray.shutdown()
             log.warning("a local Ray cluster did not start in time; trying again")
 
@@ -268,16 +269,17 @@ def check_port(address: str, field: str) -> None:
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"there is no host {host!r} to listen on: {error.strerror}", field=field) from error
+        message = f"there is no host {host!r} to listen on: {error.strerror}"
+        raise ConfigError(message, field=field, code="OUT-109") from error
     with socket.socket(family, kind, protocol) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections hold no port
         try:
             tried.bind(place)
             tried.listen(1)  # an address that may be reused is refused here at the latest
         except OSError as error:
+            message = f"cannot listen on {address}: {error.strerror}; give another"
             if error.errno == errno.EADDRINUSE:
                 message = (
                     f"port {port} of {host} is taken; stop what listens there, or give another port (0: a free one)"
                 )
-                raise ConfigError(message, field=field) from error
-            raise ConfigError(f"cannot listen on {address}: {error.strerror}; give another", field=field) from error
+            raise ConfigError(message, field=field, code="OUT-109") from error

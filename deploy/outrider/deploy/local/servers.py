@@ -93,7 +93,8 @@ async def _up(given: Given) -> int:
         if lost:
             kill(descendants())  # at once: Ray itself ends this process a minute later, and leaves some of them
     if lost:
-        raise Unavailable("Ray's head process (gcs_server) has ended, and the cluster with it; start this again")
+        message = "Ray's head process (gcs_server) has ended, and the cluster with it; start this again"
+        raise Unavailable(message, code="OUT-502")
     return 0
 
 
@@ -255,7 +256,8 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     finally:
         end.cancel()
     if failed.is_set():
-        raise Unavailable("the verifier has failed: no step succeeds any more; its log says why. Start it again")
+        message = "the verifier has failed: no step succeeds any more; its log says why. Start it again"
+        raise Unavailable(message, code="OUT-307")
     return 0
 
 

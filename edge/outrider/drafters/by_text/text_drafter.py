@@ -34,7 +34,8 @@ class TextDrafter:
     def __init__(self, inner: Drafter, own: Vocabulary, target: Vocabulary, *, look_back: int = LOOK_BACK) -> None:
         for whose, vocabulary in (("the drafter's", own), ("the target's", target)):
             if vocabulary.hindrance:
-                raise ModelRefused(f"{inner.name!r} cannot draft by text: of {whose} tokenizer, {vocabulary.hindrance}")
+                message = f"{inner.name!r} cannot draft by text: of {whose} tokenizer, {vocabulary.hindrance}"
+                raise ModelRefused(message, code="OUT-407")
         self.inner = inner
         self.name = inner.name
         self.version = inner.version

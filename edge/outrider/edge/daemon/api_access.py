@@ -24,6 +24,7 @@ from outrider.edge.daemon import ANY
 from outrider.edge.daemon.daemon_metrics import HttpMetrics
 from outrider.edge.daemon.http_errors import DEFECT, RETRY_S, ApiError, error_response, is_anthropic
 from outrider.proto.address import is_loopback
+from outrider.proto.error_codes import coded
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, Keys
 from outrider.proto.plumbing.logs import about
@@ -128,7 +129,8 @@ class Auth:
             code, message = "invalid_api_key", "the API key is not known here"
             if not authorization and not bare:
                 code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY, or x-api-key: KEY"
-            raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, coded("OUT-201", message), code=code, headers=challenge) from error
 
     def has_revoked(self, key: Key | None) -> bool:
         return key is not None and self.keys is not None and not self.keys.still_has(key)
@@ -327,7 +329,8 @@ class Limiter:
         else:
             taken[key] += more
             return
-        raise ApiError(429, f"{message}, or try again", code="rate_limit_exceeded", retry_after_s=RETRY_S)
+        message = coded("OUT-305", f"{message}, or try again")
+        raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
 
     async def drain(self, grace_s: float) -> None:
         """Let no more in, give what runs `grace_s` to end, then cut it."""

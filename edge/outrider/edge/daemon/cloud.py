@@ -19,6 +19,7 @@ from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.preparation import Ready
 from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
 from outrider.proto.address import split_address
+from outrider.proto.error_codes import coded
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session import EdgeStatistics
 
@@ -84,7 +85,7 @@ class Served:
         """Raise `ApiError` 404 for another model than the one here."""
         if model != self.ready.model:
             message = f"no model {model[:100]!r} here; there is {self.ready.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise ApiError(404, coded("OUT-308", message), param="model", code="model_not_found")
 
 
 class Cloud:
@@ -202,7 +203,7 @@ class Cloud:
         except ResourceExhausted:
             return  # it is there, and busy
         if not await _answers(address):
-            raise Unavailable(f"the verifier at {address} does not answer")
+            raise Unavailable(f"the verifier at {address} does not answer", code="OUT-102")
 
 
 async def _template(ready: Ready) -> TemplateProcess | None:

@@ -149,7 +149,8 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
         address = join_address(host, port)
-        raise ConfigError(f"cannot listen on {address}: {reason}; give another --listen", field="listen") from error
+        message = f"cannot listen on {address}: {reason}; give another --listen"
+        raise ConfigError(message, field="listen", code="OUT-109") from error
     listener.setblocking(False)
     # Accepted sockets inherit it. asyncio would set it only where it sees a socket made for TCP by name, and without it
     # what follows the head of an answer waits for the client's acknowledgement, 40 ms.
@@ -262,13 +263,15 @@ class LiveTls:
         try:
             context.load_cert_chain(cert.expanduser(), key.expanduser(), password=_no_password)
         except (OSError, ssl.SSLError, ValueError) as error:
-            raise ConfigError(f"cannot use {cert} and {key}: {_plain(error)}", field="tls_cert") from error
+            message = f"cannot use {cert} and {key}: {_plain(error)}"
+            raise ConfigError(message, field="tls_cert", code="OUT-105") from error
         if client_ca is None:
             return
         try:
             context.load_verify_locations(client_ca.expanduser())
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"cannot use {client_ca}: {_plain(error)}", field="tls_client_ca") from error
+            message = f"cannot use {client_ca}: {_plain(error)}"
+            raise ConfigError(message, field="tls_client_ca", code="OUT-105") from error
 
 
 def _no_password() -> str:

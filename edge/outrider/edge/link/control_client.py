@@ -142,7 +142,7 @@ class CoordinatorClient:
             if isinstance(translated, DeadlineExceeded | Unavailable) and not translated.retry_after_s:
                 why = explain(translated.message) or _plain(translated.message)
                 message = f"the coordinator at {self.address} does not answer: {why}"
-                raise Unavailable(message, field="coordinator") from error
+                raise Unavailable(message, field="coordinator", code="OUT-101") from error
             raise translated from error
         finally:
             call.cancel()

@@ -243,7 +243,7 @@ class Channels:
             answer = await method(b"")
         except grpc.aio.AioRpcError as error:
             why = explain(error.details() or "") or error.code().name
-            raise Unavailable(f"{address} does not answer: {why}") from error
+            raise Unavailable(f"{address} does not answer: {why}", code="OUT-102") from error
         finally:
             if answer != HEALTHY:
                 await connection.channel.close()

@@ -42,18 +42,17 @@ class Security:
     def check_coordinator(self, address: str) -> None:
         """Raise `ConfigError` where the key would cross a network unencrypted."""
         if self.api_key and self.tls is None and not self.plaintext and not is_local_address(address, "coordinator"):
-            raise ConfigError(
-                f"would go to {address} in plain text; give --tls-ca, or --plaintext to accept that", field="api_key"
-            )
+            message = f"would go to {address} in plain text; give --tls-ca, or --plaintext to accept that"
+            raise ConfigError(message, field="api_key", code="OUT-106")
 
     def check_verifier(self, address: str, tls_name: str | None) -> None:
         """Raise `ConfigError` where a verifier that speaks TLS or not (None) is not what this edge expects."""
         if tls_name is not None and self.tls is None:
-            raise ConfigError(f"must be given: the verifier at {address} speaks TLS", field="tls_ca")
+            raise ConfigError(f"must be given: the verifier at {address} speaks TLS", field="tls_ca", code="OUT-103")
         unexpected = tls_name is None and self.tls is not None and not self.plaintext
         if unexpected and not is_local_address(address, "verifier"):
-            raise ConfigError(
+            message = (
                 f"the verifier at {address} would get the text unencrypted; start it with --tls-cert, "
-                "or give --plaintext to accept that",
-                field="plaintext",
+                "or give --plaintext to accept that"
             )
+            raise ConfigError(message, field="plaintext", code="OUT-106")

@@ -138,16 +138,18 @@ class Keys:
         """Return the key of the secret `presented`, in a time that tells nothing of it; raises `Unauthenticated`."""
         keys = self.current()
         if not keys and self.unusable:
-            raise Unauthenticated("cannot be checked: the file of keys is unusable; its log says why", field="api_key")
+            message = "cannot be checked: the file of keys is unusable; its log says why"
+            raise Unauthenticated(message, field="api_key", code="OUT-201")
         if not presented:
-            raise Unauthenticated("is missing; give one with --api-key-file or OUTRIDER_API_KEY", field="api_key")
+            message = "is missing; give one with --api-key-file or OUTRIDER_API_KEY"
+            raise Unauthenticated(message, field="api_key", code="OUT-201")
         digest = secret_sha256(presented)
         found: Key | None = None
         for key in keys:
             if hmac.compare_digest(key.sha256, digest):
                 found = key
         if found is None:
-            raise Unauthenticated("is not known here; ask the operator for one", field="api_key")
+            raise Unauthenticated("is not known here; ask the operator for one", field="api_key", code="OUT-201")
         return found
 
     def check_header(self, value: str) -> Key:
@@ -270,11 +272,8 @@ class Ticket:
 
 def all_taken(key: Key) -> ResourceExhausted:
     """Return the error of a session for which its key has no slot."""
-    return ResourceExhausted(
-        f"key {key.name!r} has {key.max_sessions} sessions running, which is all it may have; wait for one to end",
-        field="api_key",
-        retry_after_s=RETRY_WHEN_BUSY_S,
-    )
+    message = f"key {key.name!r} has {key.max_sessions} sessions running, which is all it may have; wait for one to end"
+    return ResourceExhausted(message, field="api_key", retry_after_s=RETRY_WHEN_BUSY_S, code="OUT-205")
 
 
 class Limits:
@@ -297,11 +296,8 @@ class Limits:
         bucket = self._meters.of(key.name, key.tokens_per_minute, now_s)
         wait_s = bucket.wait_s(1, now_s)
         if wait_s > 0:
-            raise ResourceExhausted(
-                f"key {key.name!r} has spent its {key.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s",
-                field="api_key",
-                retry_after_s=wait_s,
-            )
+            message = f"key {key.name!r} has spent its {key.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s"
+            raise ResourceExhausted(message, field="api_key", retry_after_s=wait_s, code="OUT-205")
         return bucket
 
     def spend(self, key: Key, tokens: int, now_s: float) -> None:

@@ -210,7 +210,7 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         call.add_done_callback(lambda _: discount(self._calls, network))  # its answer is taken after its handler
         if self._of_address and self._calls[network] > MAX_CALLS_OF_ADDRESS:
             why = f"your address has {MAX_CALLS_OF_ADDRESS} calls under way, which is the limit; try again"
-            await _abort(context, *to_status(ResourceExhausted(why, retry_after_s=RETRY_S)))
+            await _abort(context, *to_status(ResourceExhausted(why, retry_after_s=RETRY_S, code="OUT-305")))
         try:
             async with asyncio.timeout(MESSAGE_S):
                 message = await context.read()
@@ -322,7 +322,8 @@ class HalfOpenStreams:
 
     def _refusal(self, why: str) -> ResourceExhausted:
         self._refused()
-        return ResourceExhausted(f"{why}; send Open on them and wait, or end them", retry_after_s=RETRY_S)
+        message = f"{why}; send Open on them and wait, or end them"
+        return ResourceExhausted(message, retry_after_s=RETRY_S, code="OUT-305")
 
 
 def lease_in(metadata: Iterable[tuple[str, str | bytes]], secret: bytes, now_s: float) -> LeaseClaim:

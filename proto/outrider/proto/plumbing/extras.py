@@ -11,6 +11,8 @@ import re
 import shlex
 from urllib.parse import unquote, urlparse
 
+from outrider.proto.error_codes import coded
+
 PACKAGE = "outrider"
 
 
@@ -22,7 +24,8 @@ def lacking(extra: str, *modules: str) -> str:
         modules: modules that could not be imported.
     """
     missing = ", ".join(dict.fromkeys([*missing_packages(extra), *modules]))
-    return f"needs the extra [{extra}], which is not all installed here (missing: {missing}); {_remedy(extra)}"
+    message = f"needs the extra [{extra}], which is not all installed here (missing: {missing}); {_remedy(extra)}"
+    return coded("OUT-501", message)
 
 
 def missing_packages(extra: str) -> list[str]:

@@ -85,7 +85,7 @@ class MetricsServer:
         try:
             self._server = make_server(host, port, answer, server_class, _Handler)
         except OSError as error:
-            raise ConfigError(f"{listen!r} cannot be bound: {error.strerror}", field=FIELD) from error
+            raise ConfigError(f"{listen!r} cannot be bound: {error.strerror}", field=FIELD, code="OUT-109") from error
         self.address = join_address(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="outrider-metrics", daemon=True)
         self._thread.start()

@@ -31,12 +31,12 @@ class ListeningSettings(Settings):
     def check_together(self) -> None:
         host, _ = split_address(self.listen, "listen")
         if not (self.insecure_listen or self.tls is not None or is_loopback(host)):
-            raise ConfigError(
+            message = (
                 f"{self.listen!r} is not a loopback address, and other machines would reach it in plain text; give a "
                 "certificate (--tls-cert and --tls-key; `outrider certs` makes them), set insecure_listen where the "
-                "network is trusted, or listen on 127.0.0.1",
-                field="listen",
+                "network is trusted, or listen on 127.0.0.1"
             )
+            raise ConfigError(message, field="listen", code="OUT-106")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.proto.address import is_loopback
+from outrider.proto.error_codes import coded
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.files import Watched
 from outrider.proto.settings import REQUIRED, option
@@ -140,7 +141,7 @@ def bind(server: Any, listen: str, tls: ServerTls | None) -> int:
             return int(server.add_insecure_port(listen))
         return int(server.add_secure_port(listen, credentials))
     except RuntimeError as error:
-        raise ConfigError(f"{listen!r} cannot be bound; is the port taken?", field="listen") from error
+        raise ConfigError(f"{listen!r} cannot be bound; is the port taken?", field="listen", code="OUT-109") from error
 
 
 def open_channel(
@@ -187,16 +188,17 @@ def name_to_expect(cert: Path, host: str) -> str:
 
 
 _TROUBLE = (
-    ("Hostname Verification Check failed", "the server's certificate is for another name; give --tls-server-name"),
-    ("CERTIFICATE_HAS_EXPIRED", "the server's certificate has expired; its operator must renew it"),
-    ("CERTIFICATE_EXPIRED", "the certificate has expired; renew it"),
-    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is by an authority that is not in --tls-ca"),
-    ("WRONG_VERSION_NUMBER", "the server does not speak TLS; is it the right port?"),
-    ("CERTIFICATE_REQUIRED", "the server asks for a client certificate; give --tls-cert and --tls-key"),
-    ("UNKNOWN_CA", "the server does not know the authority of the certificate in --tls-cert"),
-    ("handshake failed", "TLS could not be agreed on"),
+    ("Hostname Verification Check", "OUT-104", "the server's certificate is for another name; give --tls-server-name"),
+    ("CERTIFICATE_HAS_EXPIRED", "OUT-104", "the server's certificate has expired; its operator must renew it"),
+    ("CERTIFICATE_EXPIRED", "OUT-104", "the certificate has expired; renew it"),
+    ("CERTIFICATE_VERIFY_FAILED", "OUT-104", "the server's certificate is by an authority that is not in --tls-ca"),
+    ("WRONG_VERSION_NUMBER", "OUT-103", "the server does not speak TLS; is it the right port?"),
+    ("CERTIFICATE_REQUIRED", "OUT-104", "the server asks for a client certificate; give --tls-cert and --tls-key"),
+    ("UNKNOWN_CA", "OUT-104", "the server does not know the authority of the certificate in --tls-cert"),
+    ("handshake failed", "OUT-103", "TLS could not be agreed on"),
     (
         "failed to connect.*Socket closed",  # a server that closes later has simply gone
+        "OUT-103",
         "the server hung up; it may want TLS (--tls-ca), or a client certificate of an authority that it trusts "
         "(--tls-cert, --tls-key)",
     ),
@@ -205,9 +207,9 @@ _TROUBLE = (
 
 def explain(details: str) -> str:
     """Return what is wrong with a connection and its remedy, from gRPC's `details`; empty: it is not about TLS."""
-    for sign, sentence in _TROUBLE:
+    for sign, code, sentence in _TROUBLE:
         if re.search(sign, details):
-            return f"{sentence}; `outrider doctor` looks closer"
+            return coded(code, f"{sentence}; `outrider doctor` looks closer")
     return ""
 
 
@@ -241,7 +243,8 @@ def _identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     _check_dates(certificates[0], cert, "tls_cert")
     data = _bytes(key, "tls_key")
     if _public_key(data, key) != certificates[0].public_key():
-        raise ConfigError(f"{key} is not the key of the certificate in {cert}; give the pair", field="tls_key")
+        message = f"{key} is not the key of the certificate in {cert}; give the pair"
+        raise ConfigError(message, field="tls_key", code="OUT-105")
     with suppress(OSError):  # the file is being replaced
         if key.expanduser().stat().st_mode & stat.S_IROTH:
             logger.warning("anybody on this machine may read the private key %s; chmod 600 it", key)
@@ -255,11 +258,10 @@ def _public_key(data: bytes, path: Path) -> object:
     try:
         return load_pem_private_key(data, None).public_key()
     except TypeError as error:
-        raise ConfigError(
-            f"{path} is encrypted; `openssl pkey -in {path.name} -out FILE` takes the password off", field="tls_key"
-        ) from error
+        message = f"{path} is encrypted; `openssl pkey -in {path.name} -out FILE` takes the password off"
+        raise ConfigError(message, field="tls_key", code="OUT-105") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path} holds no private key in PEM", field="tls_key") from error
+        raise ConfigError(f"{path} holds no private key in PEM", field="tls_key", code="OUT-105") from error
 
 
 def _certificates(path: Path, field: str) -> tuple[bytes, list[x509.Certificate]]:
@@ -271,19 +273,19 @@ def _certificates(path: Path, field: str) -> tuple[bytes, list[x509.Certificate]
     try:
         return data, x509.load_pem_x509_certificates(data)
     except ValueError as error:
-        raise ConfigError(f"{path} holds no certificate in PEM (-----BEGIN CERTIFICATE-----)", field=field) from error
+        message = f"{path} holds no certificate in PEM (-----BEGIN CERTIFICATE-----)"
+        raise ConfigError(message, field=field, code="OUT-105") from error
 
 
 def _check_dates(certificate: x509.Certificate, path: Path, field: str) -> None:
     now = dt.datetime.now(dt.UTC)
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > ends:
-        raise ConfigError(f"the certificate in {path} expired on {ends:%Y-%m-%d %H:%M} UTC; renew it", field=field)
+        message = f"the certificate in {path} expired on {ends:%Y-%m-%d %H:%M} UTC; renew it"
+        raise ConfigError(message, field=field, code="OUT-105")
     if now < begins:
-        raise ConfigError(
-            f"the certificate in {path} is only valid from {begins:%Y-%m-%d %H:%M} UTC; is the clock right?",
-            field=field,
-        )
+        message = f"the certificate in {path} is only valid from {begins:%Y-%m-%d %H:%M} UTC; is the clock right?"
+        raise ConfigError(message, field=field, code="OUT-105")
     if now > ends - SOON:
         logger.warning("the certificate in %s expires on %s UTC", path, f"{ends:%Y-%m-%d %H:%M}")
 
@@ -311,4 +313,4 @@ def _bytes(path: Path, field: str) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field, code="OUT-105") from error

@@ -318,12 +318,14 @@ class EdgeStream:
                 f"is {opened.precision} at verifier {opened.verifier}, the text was begun in {self.precision} and goes "
                 "on in no other; start a verifier with the --engine, --dtype and other settings of the first",
                 field="opened.precision",
+                code="OUT-306",
             )
         elif self.context_length and opened.max_tokens != self._promised:
             self._refusal = Unavailable(
                 f"is {opened.max_tokens} at verifier {opened.verifier}, the text was promised {self._promised} "
                 "and ends there alone; start one with the release, --context-length and --kv-tokens of the first",
                 field="opened.max_tokens",
+                code="OUT-306",
             )
         else:
             return

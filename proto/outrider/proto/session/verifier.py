@@ -609,6 +609,7 @@ def _check_room(frame: Open, rules: VerifierRules) -> None:
             f"is {frame.context_length or 'unknown'} and {so_far} positions are taken, verifier {rules.name} has "
             f"{rules.context_length}; start another one with the --context-length and --kv-tokens of the first",
             field="open.context_length",
+            code="OUT-306",
         )
     _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
 
