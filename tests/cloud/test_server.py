@@ -516,6 +516,14 @@ async def test_a_stream_that_is_refused_costs_no_task_and_few_lines_of_the_log(b
 
 
 @verifier()
+async def test_an_open_that_is_lost_on_its_way_is_worth_another_try(bench, monkeypatch):
+    monkeypatch.setattr(decode_streams, "OPEN_WITHIN_S", 0.1)
+    error = await bench.stream().error()
+    assert isinstance(error, Unavailable), "not the fault of the request"
+    assert error.field == "frame.open"
+
+
+@verifier()
 async def test_watchers_of_health_are_few_and_checks_are_always_answered(bench):
     watch = health_pb2_grpc.HealthStub(bench.channel).Watch
     watchers = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS)]

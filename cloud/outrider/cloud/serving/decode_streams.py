@@ -299,7 +299,7 @@ def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
         case OutriderError():
             outbox.put(error)
         case TimeoutError():
-            outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
+            outbox.put(Unavailable(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
         case grpc.aio.BaseError():
             pass  # it has ended
         case _:
