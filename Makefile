@@ -16,7 +16,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak real chaos frames fuzz tables clients vllm images check lint proto docs site locks sbom dist clean
+.PHONY: demo test alone soak real chaos frames fuzz tables clients vllm images cluster check lint proto docs site locks sbom dist clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -73,6 +73,12 @@ STORE ?=
 images: $(READY)
 	mkdir -p $(RECORDS)
 	$(BIN)/python tests/images/run_images.py $(if $(STORE),--keep --store $(STORE)) --output $(RECORDS)/images.json
+
+# A Ray cluster of several nodes in network namespaces, under texts and faults: the table of docs/several-machines.md. For
+# root, with iproute2, nftables, redis-server and nginx; a quarter of an hour.
+cluster: $(READY)
+	mkdir -p $(RECORDS)
+	$(BIN)/python -m research cluster --json $(RECORDS)/cluster.json
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)

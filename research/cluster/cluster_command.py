@@ -85,14 +85,13 @@ def _rows(nodes: Nodes, edges: Sequence[str], *, short: bool) -> Iterator[Row]:
     yield _made(partial(trials.forgotten, nodes, texts, "e1", 10, 45))
     yield _made(partial(trials.small_packets, nodes, texts, "e5", said=True))
     yield _made(partial(trials.small_packets, nodes, texts, "e6", said=False))
-    nodes.hosts["e8"].net("sysctl", "-qw", "net.ipv4.tcp_mtu_probing=1")
-    yield _made(partial(trials.small_packets, nodes, texts, "e8", said=False))
+    yield _made(partial(trials.small_packets, nodes, texts, "e8", said=False, clamped=True))
     nodes.stop_coordinator()
-    nodes.start_coordinator("--relay")
+    nodes.start_coordinator("--relay", "--verifier-tls-ca", f"{nodes.folder}/certs/ca.pem")
     nodes.until_ready(3)
     yield _made(partial(trials.six_only, nodes, texts, "e6"))
     yield _made(partial(trials.proxied, nodes, texts, "e7", 15))
-    yield _made(partial(trials.autoscaled, nodes, "store"))
+    yield _made(partial(trials.autoscaled, nodes, "spare"))
 
 
 def _made(trial: partial[Row]) -> Row:
@@ -100,7 +99,7 @@ def _made(trial: partial[Row]) -> Row:
     try:
         return trial()
     except OutriderError as error:
-        return Row(trial.func.__name__, 0, 0, 0, 0.0, None, f"could not be made: {error}"[:400])
+        return Row(trial.func.__name__, 0, 0, 0, 0.0, None, f"{error}"[-400:], failed=True)
 
 
 def _table(rows: Sequence[Row]) -> Grid:

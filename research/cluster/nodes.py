@@ -1,10 +1,12 @@
 """A Ray cluster of a head, a coordinator's node and three workers, and edges behind two routers.
 
-    e1 … e4 ── router a, which translates addresses ── wire ─┐
-                                                            core ── head, front (coordinator), store (Redis), w1 … w3
-    e5 … e8 ── router b, which does not ────────────── wire ─┘
+    e1 to e4 ── router a, which translates addresses ── wire ─┐
+                                                             core ── head, front, store, spare, w1 to w3
+    e5 to e8 ── router b, which does not ────────────── wire ─┘
 
-Every part is started by the command that docs/operations.md gives for it. Connections are by TLS.
+The coordinator is on `front`, Ray's Redis on `store`, verifiers are on `w1` to `w3`.
+
+Every part is started by the command that docs/several-machines.md gives for it. Connections are by TLS.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 from outrider.proto.errors import Unavailable
 from research.cluster.hosts import Host
 
-CLOUD = {"head": 1, "front": 2, "store": 3, "w1": 11, "w2": 12, "w3": 13}
+CLOUD = {"head": 1, "front": 2, "store": 3, "spare": 4, "w1": 11, "w2": 12, "w3": 13}
 WORKERS = ("w1", "w2", "w3")
 ROUTERS = {"a": 1, "b": 2}
 EDGES = {"e1": "a", "e2": "a", "e3": "a", "e4": "a", "e5": "b", "e6": "b", "e7": "b", "e8": "b"}
@@ -209,8 +211,8 @@ class Nodes:
 
     def alive(self, host: str = "head") -> int:
         """Return the number of nodes that Ray's head there believes alive."""
-        active, _, _ = self.run(host, "ray", "status", check=False).partition("Pending:")
-        return active.count(" node_")
+        listed = "import ray; ray.init('auto', log_to_driver=False); print(sum(n['Alive'] for n in ray.nodes()))"
+        return int(self.run(host, "python", "-c", listed, check=False) or 0)
 
     def status(self) -> dict[str, Any]:
         """Return what `outrider status` says."""

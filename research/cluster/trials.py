@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,8 @@ class Row:
         gap_s: longest time without a piece of a text, from its request to its end.
         back_s: seconds from the fault until all verifiers served again; None: none went.
         said: what else is to be known.
+        needs: what to set, where texts are lost without; empty: nothing.
+        failed: whether it could not be tried.
     """
 
     fault: str
@@ -45,11 +47,13 @@ class Row:
     gap_s: float
     back_s: float | None = None
     said: str = ""
+    needs: str = ""
+    failed: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether there were texts, and every one is whole and right."""
-        return self.texts == self.right > 0 == self.lost
+        """Whether every text is whole and right, or it is known what they need."""
+        return not self.failed and (bool(self.needs) or (self.texts == self.right and self.lost == 0))
 
 
 class Texts:
@@ -140,6 +144,8 @@ def cost(
     said: Callable[[], str] = str,
 ) -> Row:
     """Return the row of the answers that a fault met, whose gaps count from `since`."""
+    if not met:
+        raise Unavailable(f"{fault} met no text")
     right = sum(answer["text"] == expected[answer["question"]] for answer in met)
     lost = [answer for answer in met if answer["error"] or not answer["finish"]]
     gaps = [b - max(a, since) for answer in met for a, b in pairwise(answer["times"]) if b > since]
@@ -258,20 +264,31 @@ def forgotten(nodes: Nodes, texts: Texts, edge: str, after_s: int, idle_s: float
     return row
 
 
-def small_packets(nodes: Nodes, texts: Texts, edge: str, *, said: bool) -> Row:
-    """Let the link take packets of 1,280 bytes, and the hosts at its ends say so or not, under a prompt of many."""
+def small_packets(nodes: Nodes, texts: Texts, edge: str, *, said: bool, clamped: bool = False) -> Row:
+    """Let the link take packets of 1,280 bytes, under a prompt of several.
+
+    The hosts at its ends say so or not; the router may clamp what TCP's two ends agree on.
+    """
     ends = [nodes.hosts[name] for name in ("b", "core")]
     mute = "add rule inet mute on meta l4proto icmp drop; add rule inet mute on icmpv6 type packet-too-big drop"
     for end in ends:
         end.ip("link set wanb mtu 1280")
         if not said:
             end.net("nft", f"{_chain('mute', 'output')} {mute}")
-    row = texts.once(edge, "packets of 1,280 bytes" + ("" if said else ", and no router says so"), LONG)
+    if clamped:
+        clamp = "add rule inet clamp on tcp flags syn tcp option maxseg size set 1220"
+        nodes.hosts["b"].net("nft", f"{_chain('clamp', 'forward')} {clamp}")
+        nodes.stop_daemon(edge)  # its connections are older than that
+        nodes.start_daemon(edge, *DRAFTING)
+    words = "" if said else ", which no router says" + (", segments clamped" if clamped else "")
+    row = texts.once(edge, f"packets of 1,280 bytes{words}", LONG)
     for end in ends:
         end.ip("link set wanb mtu 1500")
         if not said:
             end.net("nft", "delete table inet mute")
-    return row
+    if clamped:
+        nodes.hosts["b"].net("nft", "delete table inet clamp")
+    return row if said or clamped else replace(row, needs="clamped segments at the router, as in the next row")
 
 
 def _chain(table: str, hook: str) -> str:
@@ -314,19 +331,34 @@ def proxied(nodes: Nodes, texts: Texts, edge: str, idle_s: int) -> Row:
 
 # === a fleet that grows by itself ===================================================================================
 
-_AUTOSCALED = """
-from ray.cluster_utils import AutoscalingCluster
-kind = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-AutoscalingCluster({"CPU": 0}, {"verifiers": kind}, idle_timeout_minutes=0.2).start()
-"""
+_KIND = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+_HEAD = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+_PROVIDER = {  # nodes that are processes of the head's machine, for tests of Ray
+    "type": "fake_multinode",
+    "head_node_id": "f" * 51 + "00000",
+    "disable_node_updaters": True,
+    "disable_launch_config_check": True,
+}
+_NOTHING = "initialization setup head_setup worker_setup head_start_ray worker_start_ray"
+_SCALING = {
+    **{f"{name}_commands": [] for name in _NOTHING.split()},
+    **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+    **{name: {} for name in ("auth", "docker", "file_mounts")},
+    "cluster_name": "grows",
+    "max_workers": 2,
+    "idle_timeout_minutes": 0.2,
+    "file_mounts_sync_continuously": False,
+    "provider": _PROVIDER,
+    "available_node_types": {"ray.head.default": _HEAD, "verifiers": _KIND},
+    "head_node_type": "ray.head.default",
+}
 
 
 def autoscaled(nodes: Nodes, host: str) -> Row:
-    """Let Ray's autoscaler start a node for each verifier that has no room, and end one that idles after its drain.
-
-    Its nodes are processes of one host, by Ray's provider for tests.
-    """
-    nodes.run(host, "env", f"TMPDIR={nodes.folder}", "python", "-c", _AUTOSCALED)
+    """Let Ray's autoscaler start a node for each verifier that has no room, and end one that idles after its drain."""
+    (nodes.folder / "scaling.json").write_text(json.dumps(_SCALING), encoding="utf-8")
+    head = f"ray start --head --num-cpus 0 --include-dashboard false --autoscaling-config {nodes.folder}/scaling.json"
+    nodes.run(host, "env", "AUTOSCALER_UPDATE_INTERVAL_S=1", "RAY_FAKE_CLUSTER=1", *head.split())
     common = f"--lease-secret-file {nodes.folder}/secret --target-threads 1 --cpus 2"
     began, numbers = time.monotonic(), [nodes.alive(host)]
     nodes.run(host, *f"outrider verifier --name a-0 --ray-address auto {common}".split())
@@ -335,8 +367,6 @@ def autoscaled(nodes: Nodes, host: str) -> Row:
     nodes.run(host, "outrider", "scale", "2")
     numbers.append(nodes.alive(host))
     nodes.run(host, "outrider", "scale", "1")
-    gone_s = until(lambda: nodes.alive(host) == numbers[1], 180, "the idle node ends")
-    said = (
-        f"nodes {', '.join(map(str, numbers))}; a verifier on a new node after {first_s:.0f} s, an idle one gone after"
-    )
-    return Row("Ray's autoscaler", 0, 0, 0, 0.0, None, f"{said} {gone_s:.0f}")
+    gone_s = until(lambda: nodes.alive(host) == numbers[1], 120, "the idle node ends")
+    said = f"{', '.join(map(str, numbers))}, {numbers[1]} nodes; a verifier on a new one after {first_s:.0f} s, "
+    return Row("Ray's autoscaler", 0, 0, 0, 0.0, None, f"{said}an idle one gone {gone_s:.0f} s after its drain")

@@ -75,7 +75,9 @@ def test_a_gap_counts_from_the_fault_on() -> None:
 
 
 def test_a_fault_that_met_no_text_shows_nothing() -> None:
-    assert not Row("fault", 0, 0, 0, 0.0).holds
+    with pytest.raises(Unavailable, match="met no text"):
+        cost("fault", [], ["right"], since=0.0)
+    assert not Row("fault", 0, 0, 0, 0.0, failed=True).holds
 
 
 def test_who_waits_in_vain_is_told_for_what() -> None:

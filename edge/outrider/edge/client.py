@@ -43,7 +43,7 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
-from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
+from outrider.proto.types import Learning, Lease, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
 
 if TYPE_CHECKING:
     from outrider.proto.cluster_status import VersionStatus
@@ -173,17 +173,21 @@ class Client:
         """Prepare like `prepare`, but leave a large drafter to load while texts begin."""
         return await self._preparation.find(self._channels)
 
-    async def inquire(self) -> str:
-        """Return the host:port where a text would be decoded now, without taking a slot; needs `prepare`.
+    async def inquire(self, avoid: Sequence[str] = ()) -> Lease:
+        """Return where a text would be decoded now, without taking a slot; needs `prepare`.
+
+        Args:
+            avoid: verifiers that are taken only where no other has room.
 
         Raises:
             OutriderError: no verifier takes a text now.
         """
         ready = self._preparation.ready_now()
-        lease = await ready.route.lease(LeaseRequest(ready.model, uuid.uuid4().hex, inquiry=True))
+        request = LeaseRequest(ready.model, uuid.uuid4().hex, avoid=tuple(avoid), inquiry=True)
+        lease = await ready.route.lease(request)
         if self._coordinator is None and not ready.prompts.context_length:
             ready.prompts.meet(await self._channels.described(lease, DESCRIBED_WITHIN_S))
-        return lease.address
+        return lease
 
     async def wake(self) -> None:
         """Exchange a few bytes with the next text's verifier, which wakes a radio while a user types; never fail."""

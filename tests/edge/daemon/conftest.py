@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, TokenFacts
+from outrider.proto.types import CommittedToken, FinishReason, Lease, Provenance, Sampling, TokenFacts
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -57,6 +57,7 @@ class ScriptedClient:
         self.error: OutriderError | None = None  # of texts, after what `pieces` holds
         self.away: OutriderError | None = None  # of the cloud
         self.asked: list[tuple[tuple[int, ...], Sampling, dict[str, Any]]] = []
+        self.silent: tuple[str, ...] = ()  # verifiers at which nobody listens
         self.hold = False  # texts begin and never end
         self.reason = FinishReason.EOS
         self.stop_string: str | None = None
@@ -76,10 +77,12 @@ class ScriptedClient:
     async def versions(self) -> tuple[VersionStatus, ...]:
         return (VersionStatus(self.drafter_name, "1", "current"),)
 
-    async def inquire(self) -> str:
+    async def inquire(self, avoid: Sequence[str] = ()) -> Lease:
+        """The verifiers that are silent first, then the one that answers."""
         if self.away is not None:
             raise self.away
-        return self._address
+        places = [*((name, "127.0.0.1:1") for name in self.silent if name not in avoid), ("v", self._address)]
+        return Lease(b"", *places[0], 60.0, "tiny", "")
 
     async def generate(self, prompt: Any, sampling: Sampling, **options: Any) -> AsyncGenerator[Event]:
         self.asked.append((prompt, sampling, options))

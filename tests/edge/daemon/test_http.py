@@ -534,6 +534,20 @@ def test_a_cloud_that_was_away_is_as_loud_when_it_is_back(scripted, caplog) -> N
 
 
 @pytest.mark.parametrize(
+    ("silent", "status"), [(("a",), "ok"), (("a", "b"), "ok"), (("a", "b", "c", "d"), "unavailable")]
+)
+def test_a_silent_verifier_refuses_no_text_while_another_answers(silent, status, scripted) -> None:
+    async def scenario() -> str:
+        cloud = Cloud(scripted())
+        cloud.client.silent = silent  # type: ignore[attr-defined]
+        await looks(cloud, None)
+        await cloud.close()
+        return cloud.health.status
+
+    assert asyncio.run(scenario()) == status
+
+
+@pytest.mark.parametrize(
     ("error", "pause_s"),
     [(None, LOOK_EVERY_S), (SILENT, LOOK_SOON_S), (Unavailable("no verifier"), LOOK_EVERY_S), (ConfigError("no"), 2.0)],
     ids=["there", "nobody at the address", "nothing to give", "refused"],

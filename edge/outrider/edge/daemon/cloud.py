@@ -26,6 +26,7 @@ from outrider.proto.session import EdgeStatistics
 LOOK_EVERY_S = 2.0
 LOOK_SOON_S = 0.25  # while nothing answers at the coordinator's address; gRPC spaces the attempts to connect
 ANSWER_WITHIN_S = 2.0
+MAX_SILENT = 3  # verifiers that a look tries
 WAIT_FOR_CLOUD_S = 5.0  # of a request without a token, once the cloud is known to be away
 _GIVE = "give --tool-format to `outrider edge` if it speaks one of " + ", ".join(FORMATS)
 
@@ -197,13 +198,18 @@ class Cloud:
         return Served(ready, template, TokenText(ready.tokenizer), tools)
 
     async def _reach(self) -> None:
-        """Raise what stands between the daemon and a new text."""
-        try:
-            address = await self.client.inquire()
-        except ResourceExhausted:
-            return  # it is there, and busy
-        if not await _answers(address):
-            raise Unavailable(f"the verifier at {address} does not answer", code="OUT-102")
+        """Raise what stands between the daemon and a new text, which tries other verifiers where one is silent."""
+        silent: list[str] = []
+        while True:
+            try:
+                lease = await self.client.inquire(silent)
+            except ResourceExhausted:
+                return  # it is there, and busy
+            if await _answers(lease.address):
+                return
+            if lease.verifier in silent or len(silent) == MAX_SILENT:
+                raise Unavailable(f"the verifier at {lease.address} does not answer", code="OUT-102")
+            silent.append(lease.verifier)
 
 
 async def _template(ready: Ready) -> TemplateProcess | None:
