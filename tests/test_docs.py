@@ -25,7 +25,7 @@ DOCS = (
     "kubernetes",
 )
 DOCS += ("load", "models", "drafters", "real-pair", "vllm", "servers", "clients", "tools", "cli", "not-built")
-DOCS += ("first-change", "errors")
+DOCS += ("first-change", "errors", "several-machines")
 MAX_README_LINES = 200
 RESEARCH = "python -m research"
 OLD = "experiments-1"
