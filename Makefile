@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 SUPPLY := .venv-supply
 SITE := .venv-site
+POLICIES := .venv-policies
 
 KILLS := 1000
 FRAMES := 1000000
@@ -16,7 +17,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak real chaos frames fuzz tables clients vllm images cluster check lint proto docs site locks sbom dist clean
+.PHONY: demo test alone soak real chaos frames fuzz tables clients vllm images cluster policies check lint proto docs site locks sbom dist clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -85,6 +86,17 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# Checkov's policies on all that Kustomize makes, and the definitions of KubeRay's and the Prometheus Operator's kinds where
+# CRDS names a folder that has them: docs/kubernetes.md.
+CRDS ?=
+policies: $(READY) $(POLICIES)/.ready
+	OUTRIDER_CRDS=$(abspath $(CRDS)) $(BIN)/python -m pytest -rs tests/deploy/manifests/test_policies.py
+
+$(POLICIES)/.ready:
+	$(PYTHON) -m venv $(POLICIES)
+	$(POLICIES)/bin/python -m pip install --quiet checkov==3.3.30
 	touch $@
 
 # With more OpenMP threads than cores, threads would wait for others that do not run. Three workers, since tests wait for
@@ -172,4 +184,4 @@ dist: $(SUPPLY)/.ready
 	$(SUPPLY)/bin/python tests/packages/run_packages.py dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SUPPLY) $(SITE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SUPPLY) $(SITE) $(POLICIES) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

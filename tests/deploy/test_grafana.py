@@ -7,6 +7,12 @@ import io
 import json
 import logging
 import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +21,7 @@ from typing import Any
 
 import pytest
 from alert_rules import rules, shape_faults
+from command_processes import Command, free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.deploy.metrics_table import Described, metrics_by_part, table
@@ -28,6 +35,8 @@ OVER_TIME = ("rate", "increase")
 SECRET = b"0123456789abcdef"
 PROMPT = " ".join(["alpha beta"] * 10)  # long enough for placement to recognise
 VARIABLES = {"model_name", "drafter", "verifier"}
+# Counters by error, which begin with the first one.
+AFTER_ERRORS = ("edge_stream_losses", "verifier_refused_sessions", "verifier_failed_sessions")
 
 
 @dataclass(frozen=True)
@@ -271,6 +280,94 @@ def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> Non
     assert {line["verifier"] for line in by_logger.values()} == {"verifier"}
     for secret in (SECRET.decode(), SECRET.hex(), PROMPT, "lease.token", "token="):
         assert secret not in lines
+
+
+def prometheus(name: str) -> str:
+    """Return the path of a program of Prometheus; skip the test without it."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name}: apt-get install prometheus, or prometheus.io")
+    return found
+
+
+def test_prometheus_sees_each_alert_silent_and_then_firing(root) -> None:
+    folder = root / "deploy" / "grafana"
+    named = re.findall(r'alertname="(\w+)"', (folder / "alerts_test.yaml").read_text(encoding="utf-8"))
+    assert named == [rule["alert"] for rule in rules((folder / "alerts.yaml").read_text(encoding="utf-8"))]
+    command = [prometheus("promtool"), "test", "rules", "alerts_test.yaml"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.soak
+def test_a_real_prometheus_has_data_for_every_panel(root, tmp_path) -> None:
+    program = prometheus("prometheus")
+    coordinator, daemon, here = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    scraped = ["--listen", coordinator, "--metrics-listen", f"127.0.0.1:{free_port()}"]
+    learning = ["--learn", "--learn-folder", str(tmp_path / "learned")]
+    up = Command("up", "--target", "reference", *scraped, "--relay", *learning, log=tmp_path / "up.log")
+    edge = Command("edge", "--coordinator", coordinator, "--listen", daemon, "--share-texts", log=tmp_path / "edge.log")
+    server = None
+    try:
+        up.start()
+        lines = [up.line() for _ in range(3)]
+        addresses = [daemon, *re.findall(r"^metrics of \S+ on http://(\S+)/metrics$", "\n".join(lines), re.MULTILINE)]
+        assert len(addresses) == 3, lines
+        settings = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(root / "deploy" / "grafana" / "alerts.yaml")],
+            "scrape_configs": [{"job_name": "outrider", "static_configs": [{"targets": addresses}]}],
+        }
+        (tmp_path / "prometheus.yml").write_text(json.dumps(settings))
+        options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+        edge.start()
+        assert edge.line() == f"edge daemon on http://{daemon}"
+        began = time.time()
+        with (tmp_path / "prometheus.log").open("w") as log:
+            server = subprocess.Popen([program, *options, f"--web.listen-address={here}"], stderr=log)
+        until = time.monotonic() + 60
+        while "ready:" not in edge.errors and time.monotonic() < until:
+            time.sleep(0.2)
+        for number in (1, 2, 3, 4, 4, 4):
+            _chat(daemon, f"{'The bear and the fox went to the lake. ' * 40}{number}")
+            time.sleep(1.5)  # a rate needs scrapes between
+        subprocess.run(
+            [sys.executable, "-m", "outrider.deploy", "drain", "verifier-0", "--coordinator", coordinator], check=True
+        )
+        with pytest.raises(urllib.error.HTTPError):
+            _chat(daemon, PROMPT)
+        time.sleep(5)
+
+        def asked(path: str, **query: object) -> Any:
+            reply = json.loads(_get(f"http://{here}/api/v1/{path}?{urllib.parse.urlencode(query)}"))
+            return reply["data"]
+
+        empty = []
+        for title, query in queries(dashboard_of(root)):
+            plain = query.replace("$__rate_interval", "10s")
+            for variable in VARIABLES:
+                plain = plain.replace(f"${variable}", ".*")
+            found = asked("query_range", query=plain, start=began, end=time.time(), step=1)["result"]
+            if not any(value != "NaN" for series in found for _, value in series["values"]):
+                empty.append((title, plain))
+        assert [(title, query) for title, query in empty if not any(name in query for name in AFTER_ERRORS)] == []
+        states = {rule["name"]: (rule["health"], rule["state"]) for rule in asked("rules")["groups"][0]["rules"]}
+        assert {health for health, _ in states.values()} == {"ok"}
+        assert states["OutriderNoVerifier"][1] == "pending"
+    finally:
+        for command in (edge, up):
+            command.end()
+        if server is not None:
+            server.terminate()
+            server.wait(20)
+
+
+def _chat(daemon: str, prompt: str) -> None:
+    body = {"model": "reference", "max_tokens": 40, "messages": [{"role": "user", "content": prompt}]}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{daemon}/v1/chat/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 @pytest.fixture(scope="module")

@@ -228,9 +228,8 @@ def references(documents: list[Document]) -> Iterator[str]:
                 if mount["name"] not in volumes:
                     yield f"{pod.where}: has no volume {mount['name']}"
             for entry in container.get("env", []):
-                reference = entry.get("valueFrom", {}).get("secretKeyRef")
-                if reference and reference["key"] not in secrets.get(reference["name"], set()):
-                    yield f"{pod.where}: nobody makes {reference['key']} of the Secret {reference['name']}"
+                if entry["name"] == "RAY_AUTH_TOKEN_PATH" and entry["value"] not in _mounted_files(pod, secrets, maps):
+                    yield f"{pod.where}: has no file {entry['value']}"
     yield from _missing_files(documents, secrets, maps)
 
 

@@ -21,6 +21,8 @@ Document = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 NAMESPACE = "outrider"
+OVERLAYS = ("overlays/cpu", "overlays/gpu", "overlays/relay", "overlays/vllm")
+KUSTOMIZED = ("base", "train", "edge", *OVERLAYS)
 
 
 def parse(text: str) -> Iterator[Any]:

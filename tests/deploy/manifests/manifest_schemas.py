@@ -1,8 +1,9 @@
 """Published schemas: Kubernetes's own by `kubernetes-validate`, and what KubeRay and the Prometheus Operator take.
 
 The custom kinds have no package that carries their schemas. Their fields below are those that our documents may use,
-after the published API references (KubeRay 1.6 `ray.io/v1`, Prometheus Operator `monitoring.coreos.com/v1`); a field
-that is not listed is refused, and the pods within are held against Kubernetes's own schema.
+after the published API references (KubeRay 1.7 `ray.io/v1`, Prometheus Operator `monitoring.coreos.com/v1`); a field
+that is not listed is refused, and the pods within are held against Kubernetes's own schema. `test_policies.py` takes
+the definitions themselves where a folder has them.
 """
 
 from __future__ import annotations

@@ -23,14 +23,23 @@ from manifest_checks import (
     verifier_ports,
     version,
 )
-from manifest_documents import KUBERNETES, NAMESPACE, ROOT, Document, kustomized, named, read, with_component, written
+from manifest_documents import (
+    KUBERNETES,
+    KUSTOMIZED,
+    NAMESPACE,
+    OVERLAYS,
+    ROOT,
+    Document,
+    kustomized,
+    named,
+    read,
+    with_component,
+    written,
+)
 from manifest_network import OUTSIDE, Peer, reaches
 from manifest_pods import environment, pods
 from manifest_schemas import KUBERNETES_VERSIONS
 from manifest_schemas import complaints as schema_complaints
-
-OVERLAYS = ("overlays/cpu", "overlays/gpu", "overlays/relay", "overlays/vllm")
-KUSTOMIZED = ("base", "train", "edge", *OVERLAYS)
 
 COORDINATOR_PORT, DECODING_PORT = 50050, 50051
 RAY_PORTS = (6379, 8076, 8077, 8265, 10001, 10002, 19999, 52365)
@@ -81,6 +90,7 @@ def test_what_kustomize_makes_agrees_with_the_code_and_with_itself(folder) -> No
 @pytest.mark.parametrize("folder", ["base", *OVERLAYS])
 def test_metrics_can_be_added_to_every_overlay(folder, tmp_path) -> None:
     documents = with_component("components/monitoring", folder, tmp_path)
+    assert {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"} == {NAMESPACE}
     assert complaints(documents) == []
     assert [c for d in documents for c in schema_complaints(d, KUBERNETES_VERSIONS[-1])] == []
     prometheus = Peer({"app.kubernetes.io/name": "prometheus"}, namespace="monitoring")
@@ -309,7 +319,7 @@ BROKEN: dict[Callable[[list[Document]], Iterable[str]], dict[str, Callable[[list
         "RayCluster outrider verifiers: has no file /etc/outrider/tls/tls.crt": (
             lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_TLS_CERT", "/etc/outrider/tls/tls.crt")
         ),
-        "nobody makes auth_token of the Secret outrider": lambda d: named(d, "RayCluster")["spec"].pop("authOptions"),
+        "has no file /etc/outrider/ray/auth_token": lambda d: named(d, "RayCluster")["spec"].pop("authOptions"),
         "nobody makes the ServiceAccount root": lambda d: _pod(d).update(serviceAccountName="root"),
         "has no volume disk": lambda d: _worker(d)["volumeMounts"].append({"name": "disk", "mountPath": "/disk"}),
     },
