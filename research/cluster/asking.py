@@ -27,10 +27,13 @@ def ask(client: openai.OpenAI, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Ask `questions` of the first argument in turn from a number, so many (0: for ever), and write to a file."""
+    """Ask the questions of a file in turn from a number, so many (0: for ever), and write to a file.
+
+    The last argument is how often a request is asked again that is refused for a while, with 503.
+    """
     questions = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    first, number, output = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    client = openai.OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none", max_retries=0)
+    first, number, output, retries = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])
+    client = openai.OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none", max_retries=retries)
     with output.open("a", encoding="utf-8", buffering=1) as file:
         for index in islice(count(first), number or None):
             answer = ask(client, questions[index % len(questions)])

@@ -92,7 +92,7 @@ class Nodes:
 
     def _lay_router(self, name: str, number: int, delay_ms: float, loss: float) -> None:
         core, router = self.hosts["core"], self.hosts[name]
-        words = [sys.executable, "-m", "research.cluster.wire", f"wan{name}", str(core.pid)]
+        words = [sys.executable, "-m", "research.cluster.packet_wire", f"wan{name}", str(core.pid)]
         faults = ["--delay", str(delay_ms), "--loss", str(loss)]
         wire = subprocess.Popen(  # noqa: S603 - fixed words
             router.net_words(*words, *faults), stdout=subprocess.PIPE, text=True
@@ -203,7 +203,7 @@ class Nodes:
         until(lambda: self.alive() == len(WORKERS) + 2, 120, "the nodes join")
         self.start_coordinator()
         common = f"--lease-secret-file {self.folder}/secret --listen 0.0.0.0:0 {self._tls} --target-threads 1"
-        verifier = f"outrider verifier --name v-0 --ray-address auto --placement spread --min-step 0.03 {common}"
+        verifier = f"outrider verifier --name v-0 --ray-address auto --placement spread --min-step 0.1 {common}"
         self.run("head", *verifier.split())
         self.run("head", "outrider", "scale", "3")
         self.until_ready(3)

@@ -15,8 +15,8 @@ from outrider.deploy.built_in_prompts import DOMAINS, held_out
 from outrider.proto.errors import Unavailable
 from research.cluster.nodes import GATE, Nodes, until
 
-TOKENS = 160  # of a text: seconds
-PER_DOMAIN = 2
+TOKENS = 96  # of a text: seconds
+PER_DOMAIN = 1
 QUESTIONS = PER_DOMAIN * len(DOMAINS) + 1
 QUIET_S = 20.0
 CALM_S = 5.0  # of texts before a fault
@@ -67,7 +67,7 @@ class Texts:
             {"prompt": text, "max_tokens": TOKENS, "temperature": (0.0, 0.8)[number % 2], "seed": number}
             for number, text in enumerate(prompts)
         ]
-        self.questions.append({**self.questions[0], "prompt": " ".join(prompts)})
+        self.questions.append({**self.questions[0], "prompt": " ".join(prompt.text for prompt in held_out(2))})
         (self._folder / "questions.json").write_text(json.dumps(self.questions), encoding="utf-8")
         self._expected: list[str] = []
         self._asking: dict[str, subprocess.Popen[str]] = {}
@@ -82,7 +82,8 @@ class Texts:
 
     def _start(self, edge: str, first: int, number: int, name: str) -> subprocess.Popen[str]:
         output = self._folder / f"{edge}-{name}.jsonl"
-        words = [str(self._folder / "questions.json"), str(first), str(number), str(output)]
+        retries = 0 if number == 1 else 5
+        words = [str(self._folder / "questions.json"), str(first), str(number), str(output), str(retries)]
         return self._nodes.start(edge, "asking", sys.executable, "-m", "research.cluster.asking", *words)
 
     def _answers(self, edge: str, name: str = "texts") -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import pytest
 from outrider.proto.errors import Unavailable
 from research.cluster.hosts import check_rights
 from research.cluster.nodes import until
+from research.cluster.packet_wire import carry
 from research.cluster.trials import Row, cost
-from research.cluster.wire import carry
 
 
 @pytest.fixture

@@ -218,7 +218,8 @@ class StreamRelay:
     def _connect(self, verifier: VerifierInfo) -> grpc.aio.Channel:
         if verifier.tls and self._credentials is None:
             logger.error("verifier %s speaks TLS; give the coordinator --verifier-tls-ca", verifier.name)
-            raise Unavailable(f"the relay cannot speak to verifier {verifier.name!r}", retry_after_s=RETRY_WHEN_FULL_S)
+            why = f"the relay cannot speak to verifier {verifier.name!r}, which has TLS"
+            raise Unavailable(why, retry_after_s=RETRY_WHEN_FULL_S, code="OUT-103")
         credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
         for which, stale in list(self._connections.items()):
             if which[0] == verifier.name and which[1] != verifier.address:  # it came back elsewhere

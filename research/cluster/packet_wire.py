@@ -1,6 +1,6 @@
 """A wire between the networks of two processes: it carries IP packets later, and loses some.
 
-    python -m research.cluster.wire wan 1234 --delay 15 --loss 0.01
+    python -m research.cluster.packet_wire wan 1234 --delay 15 --loss 0.01
 
 makes the device `wan` here and its other end, of the same name, in the network of process 1234, and carries until it is
 ended. The kernel's TCP at both ends does with that what it does on a real link.
