@@ -337,6 +337,7 @@ _HEAD = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
 _PROVIDER = {  # nodes that are processes of the head's machine, for tests of Ray
     "type": "fake_multinode",
     "head_node_id": "f" * 51 + "00000",
+    "use_node_id_as_ip": True,
     "disable_node_updaters": True,
     "disable_launch_config_check": True,
 }
@@ -346,7 +347,7 @@ _SCALING = {
     **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     "cluster_name": "grows",
-    "max_workers": 2,
+    "max_workers": 4,
     "idle_timeout_minutes": 0.2,
     "file_mounts_sync_continuously": False,
     "provider": _PROVIDER,
