@@ -29,9 +29,9 @@ async def test_one_edges_texts_are_another_edges_prior(tmp_path: Path, monkeypat
     said: defaultdict[str, list[bytes]] = defaultdict(list)
     right = CoordinatorClient._call
 
-    async def call(self, method, request, decode):
+    async def call(self, method, request, decode, *waits):
         said[method].append(request)
-        return await right(self, method, request, decode)
+        return await right(self, method, request, decode, *waits)
 
     monkeypatch.setattr(CoordinatorClient, "_call", call)
 
