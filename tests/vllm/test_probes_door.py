@@ -246,7 +246,7 @@ async def answer_of(door: HttpDoor, path: str, body: dict[str, Any], headers: di
     try:
         return await door.ask(path, body, headers=headers, handled=(403,))
     except Refusal as refusal:
-        return refusal.code, refusal.message
+        return refusal.http_status, refusal.message
 
 
 def same(real: Any, double: Any, length: int) -> None:
