@@ -329,19 +329,25 @@ def test_a_real_prometheus_has_data_for_every_panel(root, tmp_path) -> None:
         until = time.monotonic() + 60
         while "ready:" not in edge.errors and time.monotonic() < until:
             time.sleep(0.2)
+
+        def asked(path: str, **query: object) -> Any:
+            reply = json.loads(_get(f"http://{here}/api/v1/{path}?{urllib.parse.urlencode(query)}"))
+            return reply["data"]
+
         for number in (1, 2, 3, 4, 4, 4):
             _chat(daemon, f"{'The bear and the fox went to the lake. ' * 40}{number}")
             time.sleep(1.5)  # a rate needs scrapes between
+        for number in range(40):  # until a scrape falls into a text whose link is measured
+            links = asked("query_range", query="outrider:edge_link_seconds", start=began, end=time.time(), step=1)
+            if any(value != "NaN" for series in links["result"] for _, value in series["values"]):
+                break
+            _chat(daemon, f"{number} more")
         subprocess.run(
             [sys.executable, "-m", "outrider.deploy", "drain", "verifier-0", "--coordinator", coordinator], check=True
         )
         with pytest.raises(urllib.error.HTTPError):
             _chat(daemon, PROMPT)
         time.sleep(5)
-
-        def asked(path: str, **query: object) -> Any:
-            reply = json.loads(_get(f"http://{here}/api/v1/{path}?{urllib.parse.urlencode(query)}"))
-            return reply["data"]
 
         empty = []
         for title, query in queries(dashboard_of(root)):
