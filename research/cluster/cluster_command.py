@@ -51,7 +51,7 @@ def cluster(given: Given) -> int:
 
 
 def _rows(nodes: Nodes, edges: Sequence[str], *, short: bool) -> Iterator[Row]:
-    """Yield the row of each trial; one that cannot be made ends all, since those after it need its cluster."""
+    """Yield the row of each trial; one that cannot be made has a row too, and those after it go on."""
     addresses = nodes.start_cluster()
     texts = Texts(nodes)
     nodes.start_daemon("e1", "--drafter", "none", "--drafts-here", "0")

@@ -32,7 +32,7 @@ while read -rt 1; [ $? -gt 128 ]; do :; done
 def check_rights() -> None:
     """Raise `Unavailable`, with the remedy, where no hosts can be made."""
     if os.geteuid() != 0:
-        raise Unavailable("network namespaces need root: run it as root, or as `unshare -rm make cluster`")
+        raise Unavailable("network namespaces need root: run it as root")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise Unavailable(f"{', '.join(missing)} cannot be run: install util-linux, iproute2, nftables and procps")
 
@@ -53,12 +53,10 @@ class Host:
         self._first = subprocess.Popen(  # noqa: S603 - a fixed command
             [*words, "bash", "-c", first], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert_up = self._first.stdout.readline() if self._first.stdout else ""
-        if assert_up != "up\n":
+        if self._first.stdout is None or self._first.stdout.readline() != "up\n":
             raise Unavailable(f"no namespaces can be made for {name}")
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text(encoding="utf-8")
         self.pid = int(children.split()[0])
-        self.started: list[subprocess.Popen[str]] = []
 
     def words(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` there, in this checkout."""
@@ -94,11 +92,9 @@ class Host:
     def start(self, log: str, *command: str) -> subprocess.Popen[str]:
         """Start a command that goes on; it writes to `log`."""
         with (self._folder / f"{self.name}-{log}.log").open("a") as file:
-            process = subprocess.Popen(  # noqa: S603 - commands of this package
+            return subprocess.Popen(  # noqa: S603 - commands of this package
                 self.words(command), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
             )
-        self.started.append(process)
-        return process
 
     def end(self) -> None:
         """End every process of it, as a power cut does."""

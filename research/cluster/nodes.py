@@ -72,12 +72,9 @@ class Nodes:
 
     def _lay_cloud(self) -> None:
         core = self.hosts["core"]
-        for line in (
-            "link add cloud type bridge",
-            "addr add 10.77.0.254/24 dev cloud",
-            "addr add fd77::fe/64 dev cloud",
-        ):
-            core.ip(line)
+        core.ip("link add cloud type bridge")
+        core.ip(f"addr add 10.77.0.{GATE}/24 dev cloud")
+        core.ip("addr add fd77::fe/64 dev cloud")
         core.ip("link set cloud up")
         core.net("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
         for name, number in CLOUD.items():
@@ -87,7 +84,7 @@ class Nodes:
             host.ip(f"addr add 10.77.0.{number}/24 dev eth0")
             host.ip(f"addr add fd77::{number}/64 dev eth0")
             host.ip("link set eth0 up")
-            host.ip("route add default via 10.77.0.254")
+            host.ip(f"route add default via 10.77.0.{GATE}")
             host.ip("-6 route add default via fd77::fe")
 
     def _lay_router(self, name: str, number: int, delay_ms: float, loss: float) -> None:
@@ -107,10 +104,9 @@ class Nodes:
         router.net("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
         router.ip(f"route add default dev wan{name}")
         router.ip(f"-6 route add default dev wan{name}")
-        for line in (f"10.78.{number}.{GATE}/24", f"fd78:{number}::fe/64"):
-            if "." in line:
-                router.ip("link add lan type bridge")
-            router.ip(f"addr add {line} dev lan")
+        router.ip("link add lan type bridge")
+        router.ip(f"addr add 10.78.{number}.{GATE}/24 dev lan")
+        router.ip(f"addr add fd78:{number}::fe/64 dev lan")
         router.ip("link set lan up")
         core.ip(f"-6 route add fd78:{number}::/64 dev wan{name}")
         if name == "a":
@@ -166,7 +162,7 @@ class Nodes:
         self.keep(name, "ray", f"ray start {address} --num-cpus {cpus} --block")
 
     def start_coordinator(self, *options: str) -> None:
-        """Start the coordinator on its node, and wait until it finds Ray."""
+        """Start the coordinator on its node; `until_ready` waits for it."""
         serving = f"--listen [::]:50050 --lease-secret-file {self.folder}/secret --state {self.folder}/state.json"
         command = f"outrider --log-level info coordinator {serving} {self._tls} --ray-address auto {' '.join(options)}"
         self.keep("front", "coordinator", command)

@@ -26,7 +26,7 @@ LONG = -1  # question of many packets
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one fault cost.
+    """One fault, and its cost to the texts that it met.
 
     Attributes:
         fault: in words.
