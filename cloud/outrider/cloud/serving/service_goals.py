@@ -51,14 +51,14 @@ class StepGoals:
         if all(slot.session.service is None for slot in slots):
             return None
         decoding = [slot for slot in slots if slot.num_uncomputed_tokens <= 1]
-        least_s = cost.seconds(least_rows(decoding))
+        least_s = cost.hoped_seconds(least_rows(decoding))
         gaps = {slot: MARGIN * service.gap_s for slot in decoding if (service := slot.session.service) is not None}
         due_s = {slot: slot.session.ready_since + gap_s for slot, gap_s in gaps.items() if gap_s >= max(least_s, 1e-9)}
         return cls(due_s, len(decoding), cost)
 
     def begin_by(self, slot: Slot) -> float:
         """Return the time by which a step of all sessions must begin to keep a gap; infinite: there is none to keep."""
-        return self.due_s.get(slot, math.inf) - self.cost.seconds(self.num_decoding)
+        return self.due_s.get(slot, math.inf) - self.cost.hoped_seconds(self.num_decoding)
 
     def slack_s(self, decoding: Iterable[Slot], now: float) -> float:
         """Return the seconds in which a step that begins now should end; infinite: no session has a gap to keep."""
@@ -100,7 +100,7 @@ class StepGoals:
 
     def _rows_within(self, seconds: float, most: int) -> int:
         """Return the rows, `most` at most, of a step of so many seconds."""
-        return most if seconds == math.inf else bisect_right(range(1, most + 1), seconds, key=self.cost.seconds)
+        return most if seconds == math.inf else bisect_right(range(1, most + 1), seconds, key=self.cost.hoped_seconds)
 
 
 def least_rows(decoding: Iterable[Slot]) -> int:
@@ -112,7 +112,7 @@ def least_rows(decoding: Iterable[Slot]) -> int:
 
 def least_gap_s(running: Iterable[Slot], cost: StepCost) -> float:
     """Return the shortest gap that can be kept for one more session, in seconds; 0: no step has been measured."""
-    return cost.seconds(least_rows(running) + 1) / MARGIN
+    return cost.hoped_seconds(least_rows(running) + 1) / MARGIN
 
 
 def prompt_order(slot: Slot) -> tuple[bool, float, int]:
