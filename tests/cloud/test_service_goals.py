@@ -177,7 +177,9 @@ def test_a_session_with_a_gap_joins_a_step_that_begins_for_others() -> None:
     assert set(rows_of(rules.plan([patient, due], 0.04))) == {due}
 
 
-@pytest.mark.parametrize(("service", "since", "least"), [(BATCH, 0.0, 0), (None, 0.0, MIN_PREFILL_ROWS), (BATCH, -2.0, 8)])
+@pytest.mark.parametrize(
+    ("service", "since", "least"), [(BATCH, 0.0, 0), (None, 0.0, MIN_PREFILL_ROWS), (BATCH, -2.0, 8)]
+)
 def test_prompts_get_what_is_left_and_those_of_batch_sessions_their_floor(service, since, least) -> None:
     prompt = asking(service, since, unread=2000)
     decoding = [asking(GAP) for _ in range(12)]  # whose rows take all the time that there is

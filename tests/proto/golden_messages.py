@@ -300,9 +300,7 @@ EXAMPLES = {
         t.Lease(b"", "v0", "", 0.0, "reference", HASH, context_length=4096), codec.encode_lease, codec.decode_lease
     ),
     "lease where no gap is kept": Example(
-        t.Lease(
-            b"", "v0", "", 0.0, "reference", HASH, service=t.ServiceGoal(gap_s=0.075), service_unkept=True
-        ),
+        t.Lease(b"", "v0", "", 0.0, "reference", HASH, service=t.ServiceGoal(gap_s=0.075), service_unkept=True),
         codec.encode_lease,
         codec.decode_lease,
     ),

@@ -502,9 +502,9 @@ class StepCost:
         return _along(self._curve(), rows)
 
     def hoped_seconds(self, rows: float) -> float:
-        """Return the seconds of a step as `seconds` does, but below the smallest that was met in proportion to its rows.
+        """Return `seconds` of a step, but in proportion to its rows below the smallest that was met.
 
-        What hopes for such a step makes one, and knows then.
+        Whoever hopes for such a step makes one, and knows then.
         """
         curve = self._curve()
         if curve and rows < curve[0][0]:
