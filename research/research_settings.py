@@ -17,6 +17,7 @@ from outrider.proto.types import Goal
 
 PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
 PROBE_WORKS = ("edits", "open", "model", "bare")
+PRICE_NAMES = ("here", "8b", "70b", "70b-8b")
 DEVICE_NAMES = ("desktop GPU", "laptop", "phone", "small board")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
@@ -136,7 +137,7 @@ class HeldSettings(Settings):
 class CapacitySettings(HeldSettings):
     """Searches for the most sessions that one verifier holds."""
 
-    prices: tuple[str, ...] = listed(("here", "70b"), "prices of the verifier", choices=("here", "8b", "70b"))
+    prices: tuple[str, ...] = listed(("here", "70b"), "prices of the verifier", choices=PRICE_NAMES)
     devices: tuple[str, ...] = listed(("laptop",), "devices of the edges; rounds for the first", choices=DEVICE_NAMES)
     rtt: tuple[float, ...] = listed((2.0, 14.0, 30.0, 60.0, 120.0), "round trips, ms", check=at_least(0))
     sessions: tuple[int, ...] = listed((), "numbers of sessions to run, without a search", check=at_least(1))
@@ -150,7 +151,7 @@ class FleetSettings(HeldSettings):
     """Texts that arrive at many edges and are placed on many verifiers."""
 
     arrivals: Path = option(REQUIRED, "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset")
-    price: str = option("70b", "prices of the verifiers", choices=("here", "8b", "70b"))
+    price: str = option("70b", "prices of the verifiers", choices=PRICE_NAMES)
     edges: int = option(10_000, "number of edges", metavar="N", check=at_least(1))
     verifiers: tuple[int, ...] = listed((64,), "numbers of verifiers", check=at_least(1))
     texts: int = option(4000, "texts that go on at once, by the pace", metavar="N", check=at_least(1))

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from outrider.bench.bench_metrics import grouped
 from outrider.bench.bench_results import Benchmark, BenchmarkRun
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.deploy.link.shape import LinkShape
+from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements
 from outrider.proto.session import EdgeSession
 from outrider.proto.types import Sampling
@@ -30,8 +32,18 @@ Begun = list[tuple[Simulation, WireLink]]
 def simulated_again(
     run: BenchmarkRun, benchmark: Benchmark, traces: Sequence[HitTrace], costs: Costs
 ) -> dict[str, Any]:
-    """Return the figures of a run, measured and simulated; `traces` are of the prompts of the benchmark."""
-    texts = [trace.first(benchmark.environment.max_tokens) for trace in traces[: benchmark.sessions]]
+    """Return the figures of a run, measured and simulated.
+
+    `traces` are of the prompts of the benchmark, as many or more of each domain. Raises `ConfigError` where the run had
+    not all prompts at once.
+    """
+    of_domain = grouped(traces, lambda trace: trace.domain)
+    each = benchmark.environment.prompts // len(of_domain)
+    texts = [trace.first(benchmark.environment.max_tokens) for own in of_domain.values() for trace in own[:each]]
+    if len(texts) != benchmark.sessions:
+        raise ConfigError(
+            f"has {benchmark.sessions} sessions and {len(texts)} prompts; run all at once", field="measured"
+        )
     costs = replace(costs, commit_s=(run.overhead_ms_p50 or 0.0) / 1e3)
     found = _figures(_decoded(run, texts, costs))
     rows = [{"figure": name, "measured": getattr(run, name), "simulated": found[name]} for name in found]

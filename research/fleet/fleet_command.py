@@ -86,7 +86,7 @@ def search(traces: Sequence[HitTrace], bounds: Bounds, seeds: int, cell: Cell) -
     prices = VERIFIERS[cell.prices]
     links = (partial(_shape, LinkShape(cell.rtt_ms / 1e3)),)
 
-    of = {"devices": (cell.device,), "links": links}
+    of: dict[str, Any] = {"devices": (cell.device,), "links": links}
     scheme_of = _schemes(prices, bounds.gap_s)[cell.scheme]
     lengths = LENGTHS if cell.scheme in WITH_LENGTH else LENGTHS[:1]
     if cell.sessions:

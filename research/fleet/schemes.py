@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.slots import Slot
@@ -127,8 +128,7 @@ def in_rounds(length: int) -> Scheme:
 
 def by_deadline(length: int, gap_s: float) -> Scheme:
     """Return rounds whose verifications are batched by their deadlines, as in WISP."""
-    batching = DeadlineBatching
-    return replace(in_rounds(length), name="rounds, by deadline", new_batching=lambda: batching(gap_s))
+    return replace(in_rounds(length), name="rounds, by deadline", new_batching=partial(DeadlineBatching, gap_s))
 
 
 def edges_alone() -> Scheme:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 from dataclasses import fields, replace
 
@@ -30,6 +31,7 @@ from research.fleet.schemes import (
     in_rounds,
 )
 from research.fleet.whole_fleet import MAX_TOKENS, Fleet, FleetPlan, read_arrivals
+from research.research_settings import DEVICE_NAMES, PRICE_NAMES
 from research.simulator.clock import Costs
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -165,6 +167,13 @@ def test_texts_without_an_edge_or_a_slot_are_counted(tmp_path) -> None:
     assert sum(found.rates) <= 4 / VERIFIERS["70b"].step_s * len(found.rates)
 
 
+def test_results_of_all_schemes_come_back_from_other_processes() -> None:
+    for scheme in (in_rounds(2), by_deadline(2, 0.1), both_ends(PRICES)):
+        found = pickle.loads(pickle.dumps(Held(3, scheme, None)))
+        assert (found.scheme.name, found.sessions) == (scheme.name, 3)
+        assert type(found.scheme.new_batching()) is type(scheme.new_batching())
+
+
 def test_the_warm_up_is_not_counted(tmp_path) -> None:
     found = fleet(tmp_path, cloud_streaming(), seconds=1.0).run()
     assert found.seconds == 1.0
@@ -179,7 +188,7 @@ def benchmark_of(mode: str, sessions: int) -> Benchmark:
     length = 2 if mode == "sync" else None
     numbers |= {"tokens": 1, "identical_to_cloud": True}
     run = BenchmarkRun(mode=mode, link=link, length=length, **numbers)
-    drawn = {"drafter": "d", "drafter_version": None, "drafter_threads": 1, "prompts": 1, "seed": 0}
+    drawn = {"drafter": "d", "drafter_version": None, "drafter_threads": 1, "prompts": 3, "seed": 0}
     made_in = environment(VerifierConfig(), "float32", max_tokens=40, **drawn)
     return Benchmark(made_in, 30.0, 0.0, sessions, (run,))
 
@@ -193,6 +202,8 @@ def test_a_benchmark_is_simulated_with_its_own_sessions_and_link(mode: str) -> N
     found = {row["figure"]: row["simulated"] for row in again["figures"]}
     assert {row["measured"] for row in again["figures"]} == {1.0}
     assert found.keys() <= {field.name for field in fields(BenchmarkRun)}
+    with pytest.raises(ConfigError, match="run all at once"):
+        simulated_again(benchmark.runs[0], benchmark_of(mode, 4), TRACES, costs)
     if mode == "cloud":
         assert found["steps_per_token"] == 1.0
         # The run has an overhead of 1 ms a step.
@@ -201,3 +212,9 @@ def test_a_benchmark_is_simulated_with_its_own_sessions_and_link(mode: str) -> N
     else:
         assert found["steps_per_token"] < 0.8
         assert found["uplink_bytes_per_token"] > 5
+
+
+def test_names_of_the_command_line_are_those_of_prices_and_devices() -> None:
+    assert tuple(VERIFIERS) == PRICE_NAMES
+    assert tuple(device.name for device in DEVICES) == DEVICE_NAMES
+    assert all(prices.source for prices in VERIFIERS.values())
