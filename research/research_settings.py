@@ -144,6 +144,7 @@ class CapacitySettings(HeldSettings):
     max_sessions: int = option(1024, "sessions beyond which none are tried", metavar="N", check=at_least(1))
     seconds: float = option(40.0, "time that a trial measures, of all sessions together", check=at_least(1))
     seeds: int = option(1, "searches, of which the median counts", check=at_least(1))
+    plot: Path | None = option(None, "picture to draw, such as held.png")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

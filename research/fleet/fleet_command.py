@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.bench_results import Benchmark
+from outrider.bench.bench_results import Benchmark, check_drawing
 from outrider.bench.environment import machine
 from outrider.bench.record import check_file, from_json
 from outrider.bench.table import UNKNOWN, Grid, draw, number
@@ -25,6 +25,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.proto.plumbing.files import read_text
 from research.fleet.benchmark_again import SIMULATED, simulated_again
 from research.fleet.capacity import Bounds, Held, best_length, capacity
+from research.fleet.fleet_plots import plot
 from research.fleet.many_sessions import Load, load
 from research.fleet.prices import DEVICES, VERIFIERS, Device, VerifierPrices
 from research.fleet.schemes import (
@@ -64,6 +65,8 @@ def capacity_command(given: Given) -> int:
     options = given(CapacitySettings)
     if options.json is not None:
         check_file(options.json, "json")
+    if options.plot is not None:
+        check_drawing("plot")
     traces = _traces(options.traces)
     bounds = Bounds(
         gap_s=options.gap / 1e3,
@@ -78,6 +81,8 @@ def capacity_command(given: Given) -> int:
         print(json.dumps(rows[-1]), flush=True)
     Console(width=100, highlight=False).print(draw([_capacity_table(rows, bounds)]))
     _save(options.json, {"bounds": asdict(bounds), "rows": rows})
+    if options.plot is not None:
+        plot(rows, options.plot, by_sessions=bool(options.sessions))
     return 0
 
 

@@ -22,9 +22,9 @@ LENGTHS = (1, 2, 4, 8)  # of rounds and of co-located drafting
 class DeadlineBatching(Batching):
     """Steps by deadline: the batches of WISP (arXiv 2601.11652) as its abstract and summaries describe them.
 
-    A session's tokens are due `gap_s` after its last step. Verifications join a step in the order of their deadlines,
-    while the time that is estimated for it keeps the earliest that can be kept; the others wait for the next one. No
-    step waits for drafts that are still on their way.
+    A session's tokens are due `gap_s` after its last step began. Of those that a step would take, sessions join in the
+    order of their deadlines, while the time that is estimated for it keeps the earliest that can be kept; the others
+    wait for the next one. When a step begins is the shipped rule's.
     """
 
     def __init__(self, gap_s: float) -> None:
@@ -34,29 +34,19 @@ class DeadlineBatching(Batching):
 
     def plan(self, candidates: Iterable[Slot], now: float) -> Batch:
         """Return the step that should begin now, or when to look again."""
-        due: list[Slot] = []
-        wake_at = math.inf
-        for slot in candidates:
-            if slot.num_uncomputed_tokens > 1 or (ready_at := slot.session.ready_at(self.base_s, self.row_s)) <= now:
-                due.append(slot)
-            else:
-                wake_at = min(wake_at, ready_at)
-        if not due:
-            return Batch(wake_at=wake_at)
-        due.sort(key=lambda slot: self._last.get(slot.key, 0.0))
-        deadlines = (self._last.get(slot.key, now) + self._gap_s for slot in due)
+        batch = super().plan(candidates, now)
+        by_deadline = sorted(batch.shares, key=lambda share: self._last.get(share.slot.key, 0.0))
+        deadlines = (self._last.get(share.slot.key, now) + self._gap_s for share in by_deadline)
         alone_s = self.cost.seconds(1) if self.base_s else 0.0
         earliest_s = min((at for at in deadlines if at >= now + alone_s), default=math.inf)  # that can be kept
         shares, rows = list[Share](), 0
-        for slot in due:
-            share = self.share_of(slot, slot.num_uncomputed_tokens)
-            if shares and self.base_s and now + self.cost.seconds(rows + share.num_rows) > earliest_s:
+        for share in by_deadline:
+            rows += share.num_rows
+            if shares and self.base_s and now + self.cost.seconds(rows) > earliest_s:
                 break
             shares.append(share)
-            rows += share.num_rows
-        for share in shares:
             self._last[share.slot.key] = now
-        return Batch(shares)
+        return replace(batch, shares=shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

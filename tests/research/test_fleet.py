@@ -19,6 +19,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 from research.fleet.benchmark_again import SIMULATED, simulated_again
 from research.fleet.capacity import Bounds, Held, best_length, capacity, most_sessions, sizes_to
+from research.fleet.fleet_plots import LINES, plot
 from research.fleet.many_sessions import WARM_UP_S
 from research.fleet.prices import DEVICES, VERIFIERS
 from research.fleet.schemes import (
@@ -218,3 +219,25 @@ def test_names_of_the_command_line_are_those_of_prices_and_devices() -> None:
     assert tuple(VERIFIERS) == PRICE_NAMES
     assert tuple(device.name for device in DEVICES) == DEVICE_NAMES
     assert all(prices.source for prices in VERIFIERS.values())
+
+
+@pytest.mark.parametrize("by_sessions", [False, True])
+def test_a_picture_has_a_panel_for_each_verifier_and_a_line_for_each_scheme(tmp_path, by_sessions: bool) -> None:
+    rows = [
+        {
+            "prices": prices,
+            "device": "laptop",
+            "scheme": scheme,
+            "rtt_ms": rtt,
+            "sessions": n,
+            "tokens_per_card_second": n,
+        }
+        for prices in ("here", "70b")
+        for scheme in LINES
+        for rtt in ((0.0,) if scheme in tuple(LINES)[:2] else (2.0, 60.0))
+        for n in ((1, 16) if by_sessions else (16,))
+    ]
+    plot(rows, tmp_path / "held.svg", by_sessions=by_sessions)
+    drawn = (tmp_path / "held.svg").read_text()
+    assert drawn.count('id="axes_') == 2
+    assert drawn.count("<svg") == 1
