@@ -15,15 +15,46 @@ from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements
-from outrider.proto.session import EdgeSession
+from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterFailed, DraftJob, EdgeSession
 from outrider.proto.types import Sampling
 from research.fleet.many_sessions import ManyTexts, numbered, quantile
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.simulated_verifier import SimulatedVerifier
-from research.simulator.simulation import Simulation
+from research.simulator.simulation import Drafters, Simulation
 from research.simulator.wire import WireLink
 from research.traces.recordings import HitTrace
-from research.traces.traced import Policy, open_frame, replay, rules_of, synchronous
+from research.traces.traced import Policy, TracedText, open_frame, replay, rules_of, synchronous
+
+
+class OneCore:
+    """The drafters of all edges of a benchmark, whose jobs one thread does in their order."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._busy_until = 0.0
+
+    def of(self, text: TracedText) -> Drafters:
+        return _Queued(self, text)
+
+    def wait_s(self, seconds: float) -> float:
+        """Return the seconds until a job that takes so many is done."""
+        self._busy_until = max(self._busy_until, self._clock.now) + seconds
+        return self._busy_until - self._clock.now
+
+
+class _Queued:
+    def __init__(self, core: OneCore, text: TracedText) -> None:
+        self._core = core
+        self._text = text
+
+    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
+        drafted, seconds = self._text.draft(job)
+        return drafted, self._core.wait_s(seconds)
+
+    def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
+        caught_up, seconds = self._text.catch_up(job)
+        return caught_up, self._core.wait_s(seconds)
+
 
 SIMULATED = ("cloud", "sync", "edge")  # modes without a drafter beside the target
 Begun = list[tuple[Simulation, WireLink]]
@@ -39,7 +70,8 @@ def simulated_again(
     """
     of_domain = grouped(traces, lambda trace: trace.domain)
     each = benchmark.environment.prompts // len(of_domain)
-    texts = [trace.first(benchmark.environment.max_tokens) for own in of_domain.values() for trace in own[:each]]
+    chosen = [trace.first(benchmark.environment.max_tokens) for own in of_domain.values() for trace in own[:each]]
+    texts = [replace(trace, prompt_tokens=1) for trace in chosen]  # the verifier has read the prompts before
     if len(texts) != benchmark.sessions:
         raise ConfigError(
             f"has {benchmark.sessions} sessions and {len(texts)} prompts; run all at once", field="measured"
@@ -58,13 +90,13 @@ def _decoded(run: BenchmarkRun, traces: Sequence[HitTrace], costs: Costs) -> Beg
     replay([traces[0].first(WARM_UP_TOKENS)], lambda _: shape, costs, policy, measurements=measurements)
     texts = [numbered(trace, number, costs) for number, trace in enumerate(traces)]
     verifier = SimulatedVerifier(clock, rules_of(texts, policy), ManyTexts(texts), costs)
-    begun = Begun()
+    begun, core = Begun(), OneCore(clock)
     for number, text in enumerate(texts):
         sampling = Sampling(max_tokens=len(text.tokens) - text.first, ignore_eos=True)
         frame = open_frame(text, policy, sampling, str(number))
         edge = EdgeSession(frame, policy.window, measurements=copy.deepcopy(measurements))
         link = WireLink(clock, lambda _: shape, costs, edge.statistics, rng)
-        begun.append((Simulation(clock, edge, verifier, text, lambda _, link=link: link), link))  # type: ignore[misc]
+        begun.append((Simulation(clock, edge, verifier, core.of(text), lambda _, link=link: link), link))  # type: ignore[misc]
     for simulation, _ in begun:
         simulation.begin()
     while any(simulation.done is None for simulation, _ in begun):

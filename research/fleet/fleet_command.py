@@ -289,11 +289,11 @@ def _fleet_table(rows: Sequence[Mapping[str, Any]]) -> Grid:
 def _check_table(rows: Sequence[Mapping[str, Any]]) -> Grid:
     cells = [
         (
-            f"{row['sessions']}",
-            row["mode"],
+            f"{of_run['sessions']}",
+            of_run["mode"],
             row["figure"],
-            number(row["measured"], 3),
-            number(row["simulated"], 3),
+            number(row["measured"], 2),
+            number(row["simulated"], 2),
             f"{row['simulated'] / row['measured']:.2f}" if row["measured"] else UNKNOWN,
         )
         for of_run in rows
