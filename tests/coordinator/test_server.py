@@ -22,6 +22,7 @@ from outrider.coordinator import coordinator_server
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer, StreamLimits
+from outrider.coordinator.queue import INQUIRIES_PER_S, LOOK_EVERY_S, RETRY_WHEN_FULL_S
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
@@ -282,6 +283,35 @@ async def test_watches_of_one_address_have_a_limit(coordinating: Coordinating, m
             await anext(call.stream("WatchDrafters", ""))
         for watch in watches:
             await watch.aclose()
+
+
+async def test_edges_behind_one_proxy_all_watch(coordinating: Coordinating, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_server, "MAX_WATCHES_OF_PEER", 2)
+    async with coordinating(ScriptedCluster(), connections_per_address=0) as call:
+        watches = [call.stream("WatchDrafters", "") for _ in range(4)]
+        for watch in watches:
+            assert await anext(watch) == ()
+        for watch in watches:
+            await watch.aclose()
+
+
+async def test_an_inquiry_is_told_when_to_look_again_and_a_text_is_not(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"), ready("b", sessions=4))) as call:
+        told = [(await call("OpenLease", ask(inquiry=True))).ask_again_s for _ in range(4 * round(INQUIRIES_PER_S))]
+        assert told[0] == 0.0, "it keeps its own pace"
+        assert LOOK_EVERY_S < told[-1] < LOOK_EVERY_S + 4.0, "the last comes after all before it"
+        assert (await call("OpenLease", ask())).ask_again_s == 0.0
+
+
+async def test_an_inquiry_that_is_refused_is_told_too(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a", sessions=4))) as call:
+        call.server.service._pace._taken_s = time.monotonic() + 50.0
+        with pytest.raises(ResourceExhausted) as looked:
+            await call("OpenLease", ask(inquiry=True))
+        assert 40.0 < looked.value.retry_after_s < 60.0
+        with pytest.raises(ResourceExhausted) as text:
+            await call("OpenLease", ask())
+        assert text.value.retry_after_s <= RETRY_WHEN_FULL_S
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
+from outrider.coordinator.queue import InquiryPace
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import VersionState
 from outrider.proto.cluster_status import ClusterStatus
@@ -84,6 +85,7 @@ class ControlService:
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
+        self._pace = InquiryPace()
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
 
@@ -145,7 +147,7 @@ class ControlService:
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Return a lease for one session on the most suitable verifier.
 
-        An inquiry gets the same without a token, and is not counted.
+        An inquiry gets the same without a token, is not counted, and is told when to ask again.
 
         Raises:
             UnsupportedProtocol: the edge speaks another version of the contract.
@@ -153,12 +155,15 @@ class ControlService:
             NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: see `place`.
             ResourceExhausted: the caller's key has no session or token left.
         """
+        ask_again_s = self._pace.again_in(time.monotonic()) if request.inquiry else 0.0
         try:
             _check_lease_request(request)
             verifier = await self._place(request, caller)
             if not request.inquiry:
                 self.admission.grant(caller, request.session, self._config.lease_seconds, verifier.name)
         except OutriderError as error:
+            if error.retry_after_s:
+                error.retry_after_s = max(error.retry_after_s, ask_again_s)
             self.metrics.refuse(error)
             # A refused session may have any name, of any length.
             session = request.session if NAME.fullmatch(request.session) else ""
@@ -192,6 +197,7 @@ class ControlService:
             ),
             release=release(),
             context_length=verifier.context_length,
+            ask_again_s=ask_again_s,
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:
