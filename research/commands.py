@@ -22,6 +22,7 @@ RESEARCH = Program(
         "cluster": Entry(
             "run a Ray cluster of several nodes in namespaces, under texts and faults", f"{SETTINGS}:CLUSTER"
         ),
+        "crowd": Entry("thousands of live edges against real coordinators, until these break", f"{SETTINGS}:CROWD"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"
