@@ -18,7 +18,7 @@ from command_processes import free_port
 from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, add_report, ready, write_package
 from grpc_health.v1 import health_pb2
 
-from outrider.coordinator import coordinator_server
+from outrider.coordinator import coordinator_server, service
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer, StreamLimits
@@ -346,6 +346,29 @@ async def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_w
         )
         (drafters / "2").rename(drafters / ".2")
         assert [m.version for m in await anext(updates)] == ["1"]
+
+
+async def test_many_watches_are_told_one_after_the_other_and_each_of_the_newest(
+    coordinating: Coordinating, drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TELL_EVERY_S", 0.03)
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
+        watches = [call.stream("WatchDrafters", "") for _ in range(40)]
+        for watch in watches:
+            assert await anext(watch) == ()
+        told: list[float] = []
+
+        async def until_both(watch: Any) -> None:
+            while len(await anext(watch)) < 2:
+                pass
+            told.append(time.monotonic())
+
+        write_package(drafters / "a", name="aaa")
+        waiting = [asyncio.create_task(until_both(watch)) for watch in watches]
+        await call.until(lambda: call.server.service.catalogue.manifests)
+        write_package(drafters / "b", name="bbb")
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert max(told) - min(told) > 0.3, "whoever wants a lease comes between"
 
 
 async def test_a_watch_of_one_tokenizer_is_not_woken_by_another(coordinating: Coordinating, drafters: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import closing
@@ -50,6 +51,7 @@ CHUNK_BYTES = 256 << 10
 # Edges that fail together must not each cause a poll of the fleet.
 REFRESH_GAP_S = 0.1
 MAX_NAME_LENGTH = 256
+TELL_EVERY_S = 0.001  # from one watch that is told of a change to the next: leases come between
 
 
 class ControlService:
@@ -86,6 +88,7 @@ class ControlService:
             self._statistics.load(config.state)
         self._unsaved = False
         self._pace = InquiryPace()
+        self._watches = 0
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
 
@@ -330,7 +333,7 @@ class ControlService:
             return sessions
 
     async def watch(self, tokenizer_sha256: str, caller: Caller) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
-        """Yield the drafters for targets with this tokenizer (empty: all), at once and after every change.
+        """Yield the drafters for targets with this tokenizer (empty: all), at once and soon after every change.
 
         Raises:
             InvalidArgument: this is no hash.
@@ -339,16 +342,21 @@ class ControlService:
         """
         _check_tokenizer(tokenizer_sha256, "watch_drafters.tokenizer_sha256")
         shown: tuple[DrafterManifest, ...] | None = None
-        while True:
-            self.admission.check_still_known(caller)
-            # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
-            if now != shown:
-                shown = now
-                yield now
-                continue
-            if not await self.catalogue.changed():
-                raise Unavailable("the coordinator stops", retry_after_s=1.0)
+        self._watches += 1
+        try:
+            while True:
+                self.admission.check_still_known(caller)
+                # No await between the comparison and `changed`, or a change could be missed.
+                now = self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
+                if now != shown:
+                    shown = now
+                    yield now
+                    continue
+                if not await self.catalogue.changed():
+                    raise Unavailable("the coordinator stops", retry_after_s=1.0)
+                await asyncio.sleep(random.uniform(0, TELL_EVERY_S * (self._watches - 1)))
+        finally:
+            self._watches -= 1
 
     async def save(self) -> None:
         """Write the statistics to the state file, if there is one and they have changed."""
