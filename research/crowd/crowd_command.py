@@ -8,15 +8,13 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from outrider.bench.environment import machine
 from outrider.deploy.arguments import Given
-from outrider.proto.errors import Unavailable
 from research.crowd.crowd_fleet import (
     CoordinatorProcess,
     EdgeProcesses,
@@ -59,6 +57,7 @@ class CrowdRow:
     edges: int
     watching: int
     rate: float
+    seconds: float
     leases: int
     lease_p50_ms: float | None
     lease_p99_ms: float | None
@@ -80,7 +79,8 @@ class CrowdRow:
             return f"the p99 of a lease is {self.lease_p99_ms / 1000:.1f} s"
         if self.failed or self.late:
             return f"{self.failed} texts fail and {self.late} come late"
-        return "" if self.leases >= 0.9 * self.rate else "no lease is given"
+        due = round(self.rate * self.seconds)
+        return "" if self.leases >= 0.8 * due else f"only {self.leases:,} of {due:,} texts have a lease"
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -98,7 +98,7 @@ def row_of(what: str, period: Period, *, edges: int, watching: int, rate: float,
     mib = round(period.rss_bytes / (1 << 20), 1)
     counts = (len(period.leases), p50, p99, period.late, failed, refused)
     back = None if back_s is None else round(back_s, 2)
-    return CrowdRow(what, edges, watching, rate, *counts, *cpus, *lag, mib, back)
+    return CrowdRow(what, edges, watching, rate, round(period.seconds, 2), *counts, *cpus, *lag, mib, back)
 
 
 def bytes_an_edge(rows: Sequence[CrowdRow]) -> float:
@@ -196,7 +196,7 @@ class Trials:
         await self._end()
 
     async def _restart(self) -> None:
-        """A coordinator that is killed and started again, while all edges of a smaller fleet want a lease."""
+        """Kill a coordinator and start it again, while all edges of a smaller fleet want a lease."""
         for number in self._options.back:
             await self._begin(1, 1)
             await self._at_rest(number)
@@ -247,35 +247,31 @@ class Trials:
         await asyncio.sleep(CALM_S)
         observing = asyncio.create_task(self._row("a new version", GENTLE, RATE_S))
         identity = await asyncio.to_thread(publish, self._folder)
-        period = self._edges.period
         row = await observing
-        came = [at for at, offers in self._news(period) if identity in offers]
+        came = [at for at, offers in self._period.offers if identity in offers]
         self._edges.order(rate=0)
-        spread_s = max(came) - min(came) if came else None
-        self.rows[-1] = self._note(CrowdRow(**{**asdict(row), "back_s": spread_s and round(spread_s, 2)}))
+        spread_s = round(max(came) - min(came), 2) if came else None
+        self.rows[-1] = self._note(replace(row, back_s=spread_s))
         if len(came) < row.edges:
             self.served = False
             self._say(f"{row.edges - len(came)} edges have no news")
 
-    def _news(self, period: Period) -> list[tuple[float, str]]:
-        return period.offers or self._period.offers
-
     async def _through(self, what: str, rate: float, happen: Callable[[], Any], leases: int = 0) -> None:
         """Let something happen, and observe until every edge watches and so many leases were given since."""
-        observing = asyncio.create_task(observed(self._edges, self._coordinators, WITHIN_S))
+        over = asyncio.Event()
+        observing = asyncio.create_task(observed(self._edges, self._coordinators, over))
         await asyncio.sleep(0.1)
         period, began = self._edges.period, time.time()
         await happen()
         number = int(self._edges.count("edges"))
         back_s = await self._until_watched(number, began, lambda: len(period.leases) >= leases)
         await asyncio.sleep(CALM_S)
-        observing.cancel()
+        over.set()
+        await observing
         row = row_of(what, period, edges=number, watching=int(self._edges.count("watching")), rate=rate, back_s=back_s)
         self.rows.append(self._note(row))
 
-    async def _until_watched(
-        self, number: int, since: float, also: Callable[[], bool] = lambda: True
-    ) -> float:
+    async def _until_watched(self, number: int, since: float, also: Callable[[], bool] = lambda: True) -> float:
         """Return after how many seconds from `since` every edge watches, and something else holds."""
         while time.time() < since + WITHIN_S:
             fresh = self._edges.newest and all(report["at"] > since for report in self._edges.newest.values())
@@ -288,7 +284,9 @@ class Trials:
         return time.time() - since
 
     async def _row(self, what: str, rate: float, seconds: float) -> CrowdRow:
-        self._period = period = await observed(self._edges, self._coordinators, seconds)
+        over = asyncio.Event()
+        asyncio.get_running_loop().call_later(seconds, over.set)
+        self._period = period = await observed(self._edges, self._coordinators, over)
         edges, watching = (int(self._edges.count(name)) for name in ("edges", "watching"))
         row = row_of(what, period, edges=edges, watching=watching, rate=rate, back_s=None)
         self.rows.append(self._note(row))

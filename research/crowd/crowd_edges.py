@@ -69,8 +69,8 @@ class CrowdEdge:
         self._route = CoordinatorRoute(client, MODEL, "")
         self.ready = SimpleNamespace(tokenizer_sha256="", shelf=SimpleNamespace(begun=Future()))
         self.ready.shelf.begun.set_result(None)
-        self._cloud = Cloud(cast(Any, self))
-        self._cloud.served = cast(Any, self.ready)  # it has its tokenizer and drafters from an earlier start
+        self._cloud = Cloud(cast("Any", self))
+        self._cloud.served = cast("Any", self.ready)  # it has its tokenizer and drafters from an earlier start
         self.tasks = [asyncio.create_task(self._cloud.watch()), asyncio.create_task(self._watch())]
 
     async def inquire(self, avoid: Sequence[str] = ()) -> Lease:
@@ -79,7 +79,7 @@ class CrowdEdge:
 
     async def _watch(self) -> None:
         """Watch by the shipped loop."""
-        await Preparation._watch(cast(Any, self), cast(Any, self), cast(Any, self.ready))
+        await Preparation._watch(cast("Any", self), cast("Any", self), cast("Any", self.ready))
 
     async def watch_drafters(self, tokenizer_sha256: str) -> Any:
         """Pass the client's watch on, and note while it stands."""

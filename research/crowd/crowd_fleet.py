@@ -102,13 +102,14 @@ class CoordinatorProcess:
         self._words += [*fixed, *options]
         self._log = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self.usage: psutil.Process | None = None
+        self._usage: psutil.Process | None = None
+        self._spent_s = 0.0  # CPU time of earlier starts
 
     def start(self) -> None:
         """Start it and return at once."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._words, stdout=log, stderr=log)  # noqa: S603 - our own
-        self.usage = psutil.Process(self._process.pid)
+        self._usage = psutil.Process(self._process.pid)
 
     async def until_serving(self) -> None:
         """Wait until it answers; raises `Unavailable` where it ends or takes too long."""
@@ -121,19 +122,20 @@ class CoordinatorProcess:
     def kill(self) -> None:
         """End it without a word."""
         if self._process is not None:
+            self._spent_s, self._usage = self.cpu_s, None
             self._process.kill()
             self._process.wait()
 
     @property
     def rss_bytes(self) -> int:
         """Memory that it has."""
-        return self.usage.memory_info().rss if self.usage is not None else 0
+        return self._usage.memory_info().rss if self._usage is not None else 0
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that it has used since its start."""
-        times = self.usage.cpu_times() if self.usage is not None else None
-        return times.user + times.system if times is not None else 0.0
+        """CPU time of all its starts."""
+        times = self._usage.cpu_times() if self._usage is not None else None
+        return self._spent_s + (times.user + times.system if times is not None else 0.0)
 
 
 async def probe(address: str) -> float | None:
@@ -207,8 +209,9 @@ class EdgeProcesses:
     def order(self, **orders: float) -> None:
         """Tell each process its share."""
         for process in self._processes:
-            share = {name: value if name == "all_within" else value / len(self._processes)
-                     for name, value in orders.items()}
+            share = {
+                name: value if name == "all_within" else value / len(self._processes) for name, value in orders.items()
+            }
             if process.stdin is not None:
                 process.stdin.write(json.dumps(share).encode() + b"\n")
 
@@ -234,13 +237,12 @@ class EdgeProcesses:
             period.refused.update(report["refused"])
 
 
-async def observed(edges: EdgeProcesses, coordinators: Sequence[CoordinatorProcess], seconds: float) -> Period:
-    """Return what happens in some time."""
+async def observed(edges: EdgeProcesses, coordinators: Sequence[CoordinatorProcess], over: asyncio.Event) -> Period:
+    """Return what happens until `over`."""
     edges.period = period = Period()
     began, cpu_s, edges_cpu_s = time.monotonic(), sum(each.cpu_s for each in coordinators), edges.count("cpu_s")
-    probed = coordinators[0]
-    while time.monotonic() < began + seconds:
-        if (took_s := await probe(probed.address)) is not None:
+    while not over.is_set():
+        if (took_s := await probe(coordinators[0].address)) is not None:
             period.probes.append(took_s)
         await asyncio.sleep(PROBE_EVERY_S)
     period.seconds = time.monotonic() - began
