@@ -17,7 +17,7 @@ from outrider.proto.types import Goal
 
 PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
 PROBE_WORKS = ("edits", "open", "model", "bare")
-CROWD_TRIALS = ("one", "shared", "two", "restart")
+CROWD_TRIALS = ("one", "two", "restart")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -161,8 +161,7 @@ class CrowdSettings(Settings):
     rates: tuple[float, ...] = listed(
         (100.0, 200.0, 300.0, 400.0, 600.0, 800.0), "texts a second, until the coordinator breaks", check=at_least(1)
     )
-    back: tuple[int, ...] = listed((1000,), "edges that come back after a restart", check=at_least(1))
-    edges_of_connection: int = option(10, "edges that share a connection, in the trial `shared`", check=at_least(1))
+    back: int = option(1000, "edges that come back after a restart", check=at_least(1))
     folder: Path = option(Path("dist/crowd"), "folder for keys, logs and drafters; what is there goes", metavar="DIR")
     json: Path | None = option(None, "file to write the record to")
 
