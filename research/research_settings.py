@@ -159,7 +159,7 @@ class CrowdSettings(Settings):
     trials: tuple[str, ...] = listed(CROWD_TRIALS, "trials", choices=CROWD_TRIALS)
     edges: int = option(10_000, "edges", check=at_least(1))
     rates: tuple[float, ...] = listed(
-        (100.0, 200.0, 300.0, 400.0, 600.0, 800.0), "texts a second, until the coordinator breaks", check=at_least(1)
+        (100.0, 200.0, 300.0, 400.0, 600.0), "texts a second, until the coordinator breaks", check=at_least(1)
     )
     back: int = option(1000, "edges that come back after a restart", check=at_least(1))
     folder: Path = option(Path("dist/crowd"), "folder for keys, logs and drafters; what is there goes", metavar="DIR")

@@ -44,7 +44,7 @@ MAX_ADMITTED = 256  # that a verifier reports
 PROCESSES = 2  # of edges
 UPDATED = "swift"  # drafter of which edges are told a new version
 SLOW_MS = 1000.0  # a lease that takes longer is no service
-PERIOD_S, CALM_S, WITHIN_S, TEXT_S = 12.0, 5.0, 90.0, 10.0
+PERIOD_S, CALM_S, WITHIN_S, TEXT_S = 10.0, 5.0, 90.0, 10.0
 GENTLE, USUAL = 0.005, 0.01  # texts a second, of each edge
 START_WITHIN_S = 60.0
 NOTHING = {"address": "", "model": "", "tokenizer_sha256": ""}  # that a coordinator asks a fixed verifier for
@@ -53,7 +53,7 @@ Texts = dict[str, dict[tuple[str, str], float]]  # beginnings, by verifier and b
 
 
 async def start_verifiers(texts: Texts, secret: bytes) -> tuple[grpc.aio.Server, dict[str, str]]:
-    """Start a server on loopback that reports for all verifiers, by the texts of each; return it and their addresses."""
+    """Start a server on loopback that reports for all verifiers, by the texts of each; return both."""
 
     async def report(_: bytes, context: Any) -> bytes:
         name = lease_in(context.invocation_metadata(), secret, time.time()).verifier
