@@ -395,6 +395,18 @@ async def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it
 # --- reports, status, drain ---
 
 
+async def test_of_two_coordinators_the_one_that_leased_a_session_counts_it_and_the_other_never_again(
+    coordinating: Coordinating,
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as one, coordinating(ScriptedCluster(ready("a"))) as other:
+        token = (await one("OpenLease", ask())).token
+        assert verify_lease(token, SECRET, verifier="a", model="tiny", session="s1", now_s=time.time())
+        for call in (other, one, other):
+            await call("ReportSession", SessionReport(session="s1", model="tiny", verifier="a"))
+        assert [len((await call("Status", None)).recent) for call in (one, other)] == [1, 0]
+        assert (await other("OpenLease", ask())).verifier == "a", "its edge goes on there"
+
+
 async def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(
     coordinating: Coordinating, tmp_path: Path
 ) -> None:
