@@ -366,6 +366,7 @@ class Trials:
             row |= {f"{name}_p50_ms": quantile_ms(times, 0.5), f"{name}_p99_ms": quantile_ms(times, 0.99)}
         row |= {"cpu": round((cpu_s - before[0]) / seconds, 3), "edges_cpu": round((edges_s - before[1]) / seconds, 3)}
         row |= {"rss_mib": round(rss_bytes / (1 << 20), 1), "back_s": None if back_s is None else round(back_s, 2)}
+        row["why"] = sorted({why for (why,) in events["failed"]})[:3]
         self.rows.append(row)
         self._say(json.dumps(row))
         return row

@@ -138,6 +138,26 @@ async def test_leases_are_still_given_while_the_cluster_cannot_be_asked(coordina
         assert (await call("OpenLease", ask())).verifier == "a"
 
 
+async def test_a_lease_does_not_wait_behind_calls_of_another_method(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
+        loop, done, ended = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        async def answered(method: str, *request: Any) -> None:
+            await call(method, *request)
+            done.append(method)
+
+        def long_turn() -> None:
+            time.sleep(0.002)
+            if not ended.is_set():
+                loop.call_soon(long_turn)
+
+        long_turn()
+        calls = [("ListDrafters", "")] * 100 + [("OpenLease", ask())]
+        await asyncio.gather(*(asyncio.create_task(answered(*each)) for each in calls))
+        ended.set()
+        assert done.index("OpenLease") < 50
+
+
 # --- drafters and files ---
 
 

@@ -132,7 +132,8 @@ class CoordinatorServer:
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls, interceptors=(self._connections,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         methods = control_handlers(service, apart=config.connections_per_address != 0)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
+        # Each has a line of its own: gRPC accepts one call of a line in a turn of the event loop, however long that is.
+        server.add_registered_method_handlers(codec.CONTROL_SERVICE, methods)
         if relay is not None:
             self._relay = StreamRelay(
                 config.lease_secret,
