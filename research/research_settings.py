@@ -19,6 +19,7 @@ PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
 PROBE_WORKS = ("edits", "open", "model", "bare")
 PRICE_NAMES = ("here", "8b", "70b", "70b-8b")
 DEVICE_NAMES = ("desktop GPU", "laptop", "phone", "small board")
+CROWD_TRIALS = ("one", "two", "restart")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -201,3 +202,20 @@ class ClusterSettings(Settings):
 
 
 CLUSTER = Command("research.cluster.cluster_command:cluster", (part(ClusterSettings),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrowdSettings(Settings):
+    """Edges of a fleet, and trials that its coordinators go through."""
+
+    trials: tuple[str, ...] = listed(CROWD_TRIALS, "trials", choices=CROWD_TRIALS)
+    edges: int = option(10_000, "edges", check=at_least(1))
+    rates: tuple[float, ...] = listed(
+        (100.0, 200.0, 300.0, 400.0, 600.0), "texts a second, until the coordinator breaks", check=at_least(1)
+    )
+    back: int = option(1000, "edges that come back after a restart", check=at_least(1))
+    folder: Path = option(Path("dist/crowd"), "folder for keys, logs and drafters; what is there goes", metavar="DIR")
+    json: Path | None = option(None, "file to write the record to")
+
+
+CROWD = Command("research.crowd.crowd_command:crowd", (part(CrowdSettings),))

@@ -843,6 +843,7 @@ class Lease:
     relayed: bool = False
     release: str = ""
     context_length: int = 0
+    ask_again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
