@@ -22,6 +22,11 @@ RESEARCH = Program(
         "cluster": Entry(
             "run a Ray cluster of several nodes in namespaces, under texts and faults", f"{SETTINGS}:CLUSTER"
         ),
+        "fleet": Entry("simulate many sessions on many verifiers, by scheme"),
+        "fleet capacity": Entry("find the most sessions that one verifier holds", f"{SETTINGS}:CAPACITY"),
+        "fleet edges": Entry("run thousands of edges whose texts arrive as in a public trace", f"{SETTINGS}:FLEET"),
+        "fleet check": Entry("simulate benchmarks of many real sessions again", f"{SETTINGS}:CHECK"),
+        "crowd": Entry("thousands of live edges against real coordinators, until these break", f"{SETTINGS}:CROWD"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"

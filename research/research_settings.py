@@ -17,6 +17,9 @@ from outrider.proto.types import Goal
 
 PROBE_WAYS = ("stream", "ngram", "draft", "here", "beside", "own")
 PROBE_WORKS = ("edits", "open", "model", "bare")
+PRICE_NAMES = ("here", "8b", "70b", "70b-8b")
+DEVICE_NAMES = ("desktop GPU", "laptop", "phone", "small board")
+CROWD_TRIALS = ("one", "two", "restart")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -121,6 +124,56 @@ class TablesSettings(Settings):
     output: Path = option(Path("dist/records"), "folder for records and logs", metavar="DIR")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSettings(Settings):
+    """A recording to replay, and when a session is held."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
+    gap: float = option(75.0, "longest 99th percentile of the time between tokens", metavar="MS", check=at_least(0))
+    pace: float = option(25.0, "longest mean time a token of a session; 0: any", metavar="MS", check=at_least(0))
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacitySettings(HeldSettings):
+    """Searches for the most sessions that one verifier holds."""
+
+    prices: tuple[str, ...] = listed(("here", "70b"), "prices of the verifier", choices=PRICE_NAMES)
+    devices: tuple[str, ...] = listed(("laptop",), "devices of the edges; rounds for the first", choices=DEVICE_NAMES)
+    rtt: tuple[float, ...] = listed((2.0, 14.0, 30.0, 60.0, 120.0), "round trips, ms", check=at_least(0))
+    sessions: tuple[int, ...] = listed((), "numbers of sessions to run, without a search", check=at_least(1))
+    max_sessions: int = option(1024, "sessions beyond which none are tried", metavar="N", check=at_least(1))
+    seconds: float = option(40.0, "time that a trial measures, of all sessions together", check=at_least(1))
+    seeds: int = option(1, "searches, of which the median counts", check=at_least(1))
+    plot: Path | None = option(None, "picture to draw, such as held.png")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings(HeldSettings):
+    """Texts that arrive at many edges and are placed on many verifiers."""
+
+    arrivals: Path = option(REQUIRED, "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset")
+    price: str = option("70b", "prices of the verifiers", choices=PRICE_NAMES)
+    edges: int = option(10_000, "number of edges", metavar="N", check=at_least(1))
+    verifiers: tuple[int, ...] = listed((64,), "numbers of verifiers", check=at_least(1))
+    texts: int = option(4000, "texts that go on at once, by the pace", metavar="N", check=at_least(1))
+    seconds: float = option(6.0, "time that is measured after a warm-up", check=at_least(1))
+    length: int = option(4, "drafts of a round, and of co-located drafting", metavar="N", check=at_least(1))
+    seed: int = option(0, "seed of arrivals, links and jitter", check=at_least(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings(Settings):
+    """Benchmarks with many sessions to simulate again."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote, of the same prompts", positional=True)
+    measured: tuple[Path, ...] = listed((), "records that `outrider bench --sessions N --json` wrote")
+    json: Path | None = option(None, "file to write the record to")
+
+
+CAPACITY = Command("research.fleet.fleet_command:capacity_command", (part(CapacitySettings),))
+FLEET = Command("research.fleet.fleet_command:fleet_command", (part(FleetSettings),))
+CHECK = Command("research.fleet.fleet_command:check_command", (part(CheckSettings),))
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
 # Records are compared between machines, so that their type must not follow the processor.
 _TARGET = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults={"dtype": "float32"})
@@ -149,3 +202,20 @@ class ClusterSettings(Settings):
 
 
 CLUSTER = Command("research.cluster.cluster_command:cluster", (part(ClusterSettings),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrowdSettings(Settings):
+    """Edges of a fleet, and trials that its coordinators go through."""
+
+    trials: tuple[str, ...] = listed(CROWD_TRIALS, "trials", choices=CROWD_TRIALS)
+    edges: int = option(10_000, "edges", check=at_least(1))
+    rates: tuple[float, ...] = listed(
+        (100.0, 200.0, 300.0, 400.0, 600.0), "texts a second, until the coordinator breaks", check=at_least(1)
+    )
+    back: int = option(1000, "edges that come back after a restart", check=at_least(1))
+    folder: Path = option(Path("dist/crowd"), "folder for keys, logs and drafters; what is there goes", metavar="DIR")
+    json: Path | None = option(None, "file to write the record to")
+
+
+CROWD = Command("research.crowd.crowd_command:crowd", (part(CrowdSettings),))

@@ -292,6 +292,7 @@ def replay(
     others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
     beside: Beside | None = None,
+    measurements: Measurements | None = None,
 ) -> list[ReplayOutcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep their measurements.
 
@@ -305,8 +306,9 @@ def replay(
         others: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: factory of the selector among all of them, called once for each text; None: there are no others.
         beside: factory of the verifier's own drafter, called once for each text; None: it has none.
+        measurements: the edge's, which the texts go on with; None: it has none yet.
     """
-    measurements, batching = Measurements(), Batching()
+    measurements, batching = measurements or Measurements(), Batching()
     texts = list(zip(traces, others or [()] * len(traces), strict=True))
     warms_up = bool(warm_up_tokens and texts)
     if warms_up:

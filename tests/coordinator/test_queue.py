@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections import Counter
@@ -18,10 +19,14 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import (
     GRACE_S,
+    INQUIRIES_PER_S,
+    LOOK_EVERY_S,
+    LOOK_WITHIN_S,
     MAX_TICKETS_OF_KEY,
     QUESTIONS_PER_S,
     RETRY_WHEN_FULL_S,
     SOON_S,
+    InquiryPace,
     KeyShare,
     SlotQueue,
     SlotTicket,
@@ -505,3 +510,30 @@ def test_after_the_same_burst_texts_fail_where_luck_decides(monkeypatch: pytest.
     world = WaitingWorld(BURST, 1).run()
     assert any(text.failed for text in world.texts)
     assert world.waits[-1] > in_order(world)[-1] + 30.0
+
+
+# --- edges that only look ---
+
+
+def looks_of(edges: int, every_s: float, until_s: float) -> Counter[int]:
+    """Looks in each second, of edges that came back within one and keep to the pace."""
+    pace, looks = InquiryPace(), Counter[int]()
+    due = [number / edges for number in range(edges)]
+    heapq.heapify(due)
+    while due[0] < until_s:
+        now_s = heapq.heappop(due)
+        looks[int(now_s)] += 1
+        heapq.heappush(due, now_s + max(every_s, pace.again_in(now_s)))
+    return looks
+
+
+@pytest.mark.parametrize("edges", [50, 1000, 10_000])
+def test_edges_that_look_ask_no_more_often_than_a_coordinator_can_answer(edges: int) -> None:
+    looks = looks_of(edges, LOOK_EVERY_S, 300.0)
+    assert max(looks[second] for second in range(2, 300)) <= INQUIRIES_PER_S + 1
+    assert sum(looks.values()) >= min(INQUIRIES_PER_S, edges / 2.0) * 290, "and no less often than they may"
+
+
+def test_a_look_is_never_put_off_for_long() -> None:
+    pace = InquiryPace()
+    assert max(pace.again_in(0.0) for _ in range(20_000)) == LOOK_WITHIN_S

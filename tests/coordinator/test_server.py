@@ -18,10 +18,11 @@ from command_processes import free_port
 from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, add_report, ready, write_package
 from grpc_health.v1 import health_pb2
 
-from outrider.coordinator import coordinator_server
+from outrider.coordinator import coordinator_server, service
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer, StreamLimits
+from outrider.coordinator.queue import INQUIRIES_PER_S, LOOK_EVERY_S, RETRY_WHEN_FULL_S
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
@@ -135,6 +136,26 @@ async def test_leases_are_still_given_while_the_cluster_cannot_be_asked(coordina
         before = cluster.refreshes
         await call.until(lambda: cluster.refreshes >= before + 2)
         assert (await call("OpenLease", ask())).verifier == "a"
+
+
+async def test_a_lease_does_not_wait_behind_calls_of_another_method(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
+        loop, done, ended = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        async def answered(method: str, *request: Any) -> None:
+            await call(method, *request)
+            done.append(method)
+
+        def long_turn() -> None:
+            time.sleep(0.002)
+            if not ended.is_set():
+                loop.call_soon(long_turn)
+
+        long_turn()
+        calls = [("ListDrafters", "")] * 100 + [("OpenLease", ask())]
+        await asyncio.gather(*(asyncio.create_task(answered(*each)) for each in calls))
+        ended.set()
+        assert done.index("OpenLease") < 50
 
 
 # --- drafters and files ---
@@ -284,6 +305,35 @@ async def test_watches_of_one_address_have_a_limit(coordinating: Coordinating, m
             await watch.aclose()
 
 
+async def test_edges_behind_one_proxy_all_watch(coordinating: Coordinating, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_server, "MAX_WATCHES_OF_PEER", 2)
+    async with coordinating(ScriptedCluster(), connections_per_address=0) as call:
+        watches = [call.stream("WatchDrafters", "") for _ in range(4)]
+        for watch in watches:
+            assert await anext(watch) == ()
+        for watch in watches:
+            await watch.aclose()
+
+
+async def test_an_inquiry_is_told_when_to_look_again_and_a_text_is_not(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"), ready("b", sessions=4))) as call:
+        told = [(await call("OpenLease", ask(inquiry=True))).ask_again_s for _ in range(4 * round(INQUIRIES_PER_S))]
+        assert told[0] == 0.0, "it keeps its own pace"
+        assert LOOK_EVERY_S < told[-1] < LOOK_EVERY_S + 4.0, "the last comes after all before it"
+        assert (await call("OpenLease", ask())).ask_again_s == 0.0
+
+
+async def test_an_inquiry_that_is_refused_is_told_too(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a", sessions=4))) as call:
+        call.server.service._pace._taken_s = time.monotonic() + 50.0
+        with pytest.raises(ResourceExhausted) as looked:
+            await call("OpenLease", ask(inquiry=True))
+        assert 40.0 < looked.value.retry_after_s < 60.0
+        with pytest.raises(ResourceExhausted) as text:
+            await call("OpenLease", ask())
+        assert text.value.retry_after_s <= RETRY_WHEN_FULL_S
+
+
 @pytest.mark.parametrize(
     ("sha256", "offset", "kind", "field"),
     [
@@ -318,6 +368,29 @@ async def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_w
         assert [m.version for m in await anext(updates)] == ["1"]
 
 
+async def test_many_watches_are_told_one_after_the_other_and_each_of_the_newest(
+    coordinating: Coordinating, drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TELL_EVERY_S", 0.03)
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
+        watches = [call.stream("WatchDrafters", "") for _ in range(40)]
+        for watch in watches:
+            assert await anext(watch) == ()
+        told: list[float] = []
+
+        async def until_both(watch: Any) -> None:
+            while len(await anext(watch)) < 2:
+                pass
+            told.append(time.monotonic())
+
+        write_package(drafters / "a", name="aaa")
+        waiting = [asyncio.create_task(until_both(watch)) for watch in watches]
+        await call.until(lambda: call.server.service.catalogue.manifests)
+        write_package(drafters / "b", name="bbb")
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert max(told) - min(told) > 0.3, "whoever wants a lease comes between"
+
+
 async def test_a_watch_of_one_tokenizer_is_not_woken_by_another(coordinating: Coordinating, drafters: Path) -> None:
     async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
@@ -340,6 +413,18 @@ async def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it
 
 
 # --- reports, status, drain ---
+
+
+async def test_of_two_coordinators_the_one_that_leased_a_session_counts_it_and_the_other_never_again(
+    coordinating: Coordinating,
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as one, coordinating(ScriptedCluster(ready("a"))) as other:
+        token = (await one("OpenLease", ask())).token
+        assert verify_lease(token, SECRET, verifier="a", model="tiny", session="s1", now_s=time.time())
+        for call in (other, one, other):
+            await call("ReportSession", SessionReport(session="s1", model="tiny", verifier="a"))
+        assert [len((await call("Status", None)).recent) for call in (one, other)] == [1, 0]
+        assert (await other("OpenLease", ask())).verifier == "a", "its edge goes on there"
 
 
 async def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(

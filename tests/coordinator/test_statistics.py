@@ -168,3 +168,25 @@ def test_a_flood_of_invented_edges_forgets_the_oldest() -> None:
         statistics.add(replace(report(1, 1), edge=f"e{i}"))
     assert len(statistics.edges) == MAX_EDGES
     assert statistics.edges[0].edge == f"e{MAX_EDGES + 9}"
+
+
+def test_coordinators_in_containers_never_write_one_file_together(tmp_path: Path, monkeypatch) -> None:
+    beside: list[str] = []
+    replace_file = Path.replace
+
+    def note(path: Path, target: Path) -> Path:
+        beside.append(path.name)
+        return replace_file(path, target)
+
+    monkeypatch.setattr(Path, "replace", note)
+    for _ in range(2):  # both are process 1 of their containers
+        FleetStatistics().save(tmp_path / "state.json")
+    assert len(set(beside)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_state_that_cannot_be_saved_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "state.json").mkdir()
+    with pytest.raises(OSError, match="state"):
+        FleetStatistics().save(tmp_path / "state.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]

@@ -32,7 +32,10 @@ class Leasing:
     def __init__(self) -> None:
         self.takes_s, self.asked = 0.0, 0
         self.server = grpc.aio.server()
-        handlers = {"OpenLease": grpc.unary_unary_rpc_method_handler(self._open)}
+        handlers = {
+            "OpenLease": grpc.unary_unary_rpc_method_handler(self._open),
+            "WatchDrafters": grpc.unary_stream_rpc_method_handler(self._watch),
+        }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, handlers),))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
@@ -40,6 +43,10 @@ class Leasing:
         self.asked += 1
         await asyncio.sleep(self.takes_s)
         return codec.encode_lease(LEASE)
+
+    async def _watch(self, _: bytes, context: Any) -> None:
+        await context.write(codec.encode_drafters(()))
+        await asyncio.sleep(60)
 
 
 class Router:
@@ -113,6 +120,32 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
         assert coordinator.asked == 5
         assert await client.open_lease(REQUEST) == LEASE
         assert router.connections == 2
+
+
+async def test_a_watch_whose_connection_is_given_up_ends_with_an_error_after_which_one_watches_again(
+    monkeypatch,
+) -> None:
+    async with routed(monkeypatch) as (_, router, client, renewed):
+        client._timeout_s = 1.0
+        updates = client.watch_drafters()
+        assert await anext(updates) == ()
+        router.forget()
+        await client.open_lease(REQUEST)
+        assert renewed
+        with pytest.raises(Unavailable, match="watch again"):
+            await anext(updates)
+        assert await anext(client.watch_drafters()) == ()
+
+
+async def test_a_watch_that_is_cancelled_is_cancelled(monkeypatch) -> None:
+    async with routed(monkeypatch) as (_, _, client, _):
+        updates = client.watch_drafters()
+        assert await anext(updates) == ()
+        waiting = asyncio.ensure_future(anext(updates))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 async def test_a_slow_coordinator_is_asked_twice_and_not_again_soon(monkeypatch) -> None:

@@ -99,6 +99,22 @@ async def test_a_coordinator_that_comes_back_is_watched_again(tokenizer_file, tm
     await it.close()
 
 
+async def test_edges_that_lost_a_coordinator_together_do_not_come_back_together(
+    tokenizer_file, tmp_path, monkeypatch
+) -> None:
+    pauses: list[tuple[float, float]] = []
+    monkeypatch.setattr(preparation, "WATCH_AGAIN_S", 0.001)
+    monkeypatch.setattr(preparation.random, "uniform", lambda *spread: pauses.append(spread) or sum(spread) / 2)
+    coordinator = Coordinator(tokenizer_file, monkeypatch, drafters("a"), drafters("b"))
+    it = prepared_by(coordinator, tokenizer_file, tmp_path)
+    shelf = (await it.find(CHANNELS)).shelf  # type: ignore[arg-type]
+    coordinator.events.put_nowait(Unavailable("gone"))
+    coordinator.events.put_nowait(None)
+    await until(lambda: shelf.names == "b")
+    await it.close()
+    assert pauses == [(0.5, 1.5)]
+
+
 @pytest.mark.parametrize(("drafter", "given", "watches"), [("a", (), 1), ("none", (), 0), ("a", (NgramDrafter(),), 0)])
 async def test_only_who_takes_drafters_of_a_coordinator_watches(
     tokenizer_file, tmp_path, monkeypatch, drafter: str, given: tuple[NgramDrafter, ...], watches: int

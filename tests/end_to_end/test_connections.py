@@ -449,7 +449,7 @@ def test_connections_that_cannot_be_looked_at_are_few_lines_of_the_log(
     assert len([record for record in caplog.records if record.name == connections.__name__]) == 1
 
 
-@pytest.mark.parametrize(("descriptors", "room"), [(1024, 768), (300, 150), (20_000, 8192), (-1, 8192)])
+@pytest.mark.parametrize(("descriptors", "room"), [(1024, 768), (300, 150), (20_000, 16_384), (-1, 16_384)])
 def test_a_server_keeps_descriptors_for_itself(descriptors: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
     assert dict(connections.connection_options())["grpc.max_allowed_incoming_connections"] == room

@@ -10,7 +10,7 @@ from pathlib import Path
 import atheris
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "proto")]
+sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "proto"))]
 OWN_SHARE = 0.5  # of the changes; the others are libFuzzer's, which knows no format
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "proto")]
+sys.path += [str(ROOT), *(str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "proto"))]
 
 import codec_door  # noqa: E402 - found by the path above
 import psutil  # noqa: E402

@@ -304,6 +304,9 @@ EXAMPLES = {
         codec.encode_lease,
         codec.decode_lease,
     ),
+    "lease that says when to look again": Example(
+        t.Lease(b"", "v0", "", 0.0, "reference", HASH, ask_again_s=12.5), codec.encode_lease, codec.decode_lease
+    ),
     "lease, least": Example(t.Lease(b"", "", "", 0.0, "", ""), codec.encode_lease, codec.decode_lease),
     "drafters": Example(MANIFESTS, codec.encode_drafters, codec.decode_drafters),
     "drafter query": Example(HASH, codec.encode_drafter_query, codec.decode_drafter_query),

@@ -7,7 +7,6 @@ from collections import defaultdict
 
 import pytest
 from bad_link import Faults
-from local_threads import LocalThreads, colocated, drafting_beside
 from oracle_drafters import ScriptedDrafters, drafter_of
 from oracle_texts import ORACLE, TOKENS, decode, own_texts
 
@@ -16,6 +15,7 @@ from outrider.proto.policy.patience import division_of
 from outrider.proto.session import EdgeStatistics, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from research.simulator.clock import Costs, VirtualClock
+from research.simulator.local_threads import LocalThreads, colocated, drafting_beside
 from research.traces.recordings import HitTrace
 from research.traces.traced import Beside, Policy, replay, tokens_per_second
 

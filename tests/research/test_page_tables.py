@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -49,6 +52,24 @@ def test_a_table_that_nobody_declared_is_noticed(root, declared, planted) -> Non
 def test_a_table_in_a_block_of_code_and_one_of_words_need_no_mark() -> None:
     words = "| a | b |\n|---|---|\n| x | by 2 |\n"
     assert undeclared([("README.md", f"```\n{TYPED}```\n\n{words}")], {}) == []
+
+
+def test_scripts_of_commands_start_from_any_folder(root, declared, tmp_path) -> None:
+    """Nothing but the checkout's own environment helps them to find its modules."""
+    commands = [line for run in declared[1].values() for line in (*run.full, *run.small)]
+    scripts = {shlex.split(line)[1] for line in commands if line.startswith("python ") and "--output" in line} - {"-m"}
+    assert len(scripts) > 3
+    for script in scripts:
+        bare = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        started = subprocess.run(
+            (sys.executable, root / script, "--help"),
+            cwd=tmp_path,
+            env=bare,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert started.returncode == 0, started.stderr
 
 
 def test_a_table_is_taken_again_or_says_why_not(declared) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local_threads import drafting_beside
 
 from outrider.deploy.link.link_traces import find_trace
 from outrider.deploy.link.pipe import Pipe
@@ -22,6 +21,7 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
 from research.simulator.clock import Costs
+from research.simulator.local_threads import drafting_beside
 from research.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 from research.traces.recordings import HitTrace
 from research.traces.traced import DrafterArm, Policy, Replay, replay, synchronous, tokens_per_second

@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 # A stream that is not read holds a chunk of 256 KiB and gRPC's buffers, about 0.9 MB; a fetch also an open file.
 MAX_FETCHES, MAX_FETCHES_OF_PEER = 64, 16
-MAX_WATCHES, MAX_WATCHES_OF_PEER = 4096, 1024
+MAX_WATCHES, MAX_WATCHES_OF_PEER = 16_384, 1024  # every edge has one
 UNREAD_S = 30.0
 MAX_REQUEST_BYTES = 1 << 20
 RETRY_S = 1.0
-MAX_CALLS = 8192  # of all kinds, so that there is always room for those without a limit of their own
+MAX_CALLS = 20_480  # of all kinds, so that there is always room for those without a limit of their own
 MAX_STREAMS_OF_CONNECTION = 2048  # a client waits with more
 
 Request = TypeVar("Request")
@@ -131,8 +131,9 @@ class CoordinatorServer:
         options = list((dict(SERVER_OPTIONS) | limits).items())
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls, interceptors=(self._connections,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        methods = control_handlers(service)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
+        methods = control_handlers(service, apart=config.connections_per_address != 0)
+        # Each has a line of its own: gRPC accepts one call of a line in a turn of the event loop, however long that is.
+        server.add_registered_method_handlers(codec.CONTROL_SERVICE, methods)
         if relay is not None:
             self._relay = StreamRelay(
                 config.lease_secret,
@@ -166,14 +167,16 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
     return RayCluster()
 
 
-def control_handlers(service: ControlService) -> dict[str, grpc.RpcMethodHandler]:
+def control_handlers(service: ControlService, *, apart: bool) -> dict[str, grpc.RpcMethodHandler]:
     """Return the methods of `Control`, which decode bytes themselves, so that malformed ones get an answer.
 
-    The caller is checked before its request, and a request of more than `MAX_REQUEST_BYTES` is not read.
+    The caller is checked before its request, and a request of more than `MAX_REQUEST_BYTES` is not read. `apart` says
+    that addresses tell edges apart, so that each has a share alone.
     """
     entry = _Entry(service.admission, service.metrics)
-    fetches = StreamLimits("fetches of files", MAX_FETCHES, MAX_FETCHES_OF_PEER, UNREAD_S)
-    watches = StreamLimits("watches of drafters", MAX_WATCHES, MAX_WATCHES_OF_PEER, UNREAD_S)
+    of_peer = (MAX_FETCHES_OF_PEER, MAX_WATCHES_OF_PEER) if apart else (MAX_FETCHES, MAX_WATCHES)
+    fetches = StreamLimits("fetches of files", MAX_FETCHES, of_peer[0], UNREAD_S)
+    watches = StreamLimits("watches of drafters", MAX_WATCHES, of_peer[1], UNREAD_S)
 
     async def status(_: None, caller: Caller) -> ClusterStatus:
         service.admission.check_status(caller)

@@ -201,7 +201,7 @@ class KeySlots:
     """
 
     def __init__(self) -> None:
-        self._leased: dict[Text, _Leased] = {}
+        self._leased: dict[str, dict[str, _Leased]] = {}  # by key and session: a lease looks at its key's alone
         self._listed: dict[str, dict[str, _Listed]] = {}  # by key and session
         self._ended: dict[Text, float] = {}
         self._asked_s = float("-inf")
@@ -209,29 +209,30 @@ class KeySlots:
 
     def held(self, key: str, now_s: float) -> frozenset[str]:
         """Return the sessions that have a slot of `key`."""
-        self._expire(now_s)
-        leased = frozenset(session for name, session in self._leased if name == key)
+        leased = self._leased.get(key, {})
+        for session in [session for session, lease in leased.items() if lease.until_s < now_s]:
+            self._forget(key, session)
         believed = key not in self._suspected  # in its reports of ends
-        return leased | {
+        return frozenset(leased) | {
             session for session in self._listed.get(key, ()) if not (believed and self._is_ending(key, session))
         }
 
     def is_leased(self, key: str, session: str, now_s: float) -> bool:
-        self._expire(now_s)
-        return (key, session) in self._leased
+        lease = self._leased.get(key, {}).get(session)
+        return lease is not None and lease.until_s >= now_s
 
     @property
     def keys(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self._leased) | self._listed.keys()
+        return frozenset(self._leased) | self._listed.keys()
 
     def take(self, key: str, session: str, verifier: str, now_s: float, until_s: float) -> None:
         """Give a session that has a lease for `verifier` a slot until it ends, or until `until_s`."""
         self._ended.pop((key, session), None)
-        self._leased[key, session] = _Leased(verifier, until_s, now_s)
+        self._leased.setdefault(key, {})[session] = _Leased(verifier, until_s, now_s)
 
     def free(self, key: str, session: str, now_s: float) -> None:
         """Free the slot of a session whose edge says that its text has ended."""
-        self._leased.pop((key, session), None)
+        self._forget(key, session)
         self._ended[key, session] = now_s
         for text in [text for text, at_s in self._ended.items() if at_s < self._asked_s - ENDING_S]:
             del self._ended[text]
@@ -251,11 +252,11 @@ class KeySlots:
             before = self._listed.get(key, {}).get(session)
             if before is None or listed.age_s < before.age_s:  # it goes on in the younger stream
                 self._listed.setdefault(key, {})[session] = listed
-        for (key, session), leased in list(self._leased.items()):
+        for key, session, lease in [(key, *each) for key, of_key in self._leased.items() for each in of_key.items()]:
             if session in self._listed.get(key, ()):
-                leased.seen_s = asked_s
-            elif leased.verifier in answered and leased.seen_s < asked_s - RESUME_S:
-                del self._leased[key, session]
+                lease.seen_s = asked_s
+            elif lease.verifier in answered and lease.seen_s < asked_s - RESUME_S:
+                self._forget(key, session)
         return self._excess(limit)
 
     def _excess(self, limit: Callable[[str], int | None]) -> SendAway:
@@ -269,16 +270,18 @@ class KeySlots:
             texts = sorted(self._listed[key].items(), key=lambda text: (text[1].age_s, text[0]))
             for session, listed in texts[: len(texts) - (limits[key] or 0)]:
                 away[listed.verifier] = away.get(listed.verifier, frozenset()) | {listed.name}
-                self._leased.pop((key, session), None)  # it comes back where there is a slot, with another lease
+                self._forget(key, session)  # it comes back where there is a slot, with another lease
         return away
 
     def _is_ending(self, key: str, session: str) -> bool:
         """Return whether the edge has reported its end, and the verifier may not have noticed yet."""
         return self._ended.get((key, session), float("-inf")) > self._asked_s - ENDING_S
 
-    def _expire(self, now_s: float) -> None:
-        for text in [text for text, leased in self._leased.items() if leased.until_s < now_s]:
-            del self._leased[text]
+    def _forget(self, key: str, session: str) -> None:
+        leased = self._leased.get(key, {})
+        leased.pop(session, None)
+        if not leased:
+            self._leased.pop(key, None)
 
 
 def _texts(verifiers: Iterable[VerifierInfo]) -> Iterator[tuple[str, str, _Listed]]:

@@ -30,6 +30,9 @@ from outrider.proto.types import ServiceClass, ServiceGoal, class_of
 
 RETRY_WHEN_FULL_S = 2.0  # at most, from one question of a waiting edge to the next
 SOON_S = 0.1  # at least
+INQUIRIES_PER_S = 100.0  # of edges that only look whether the cloud is there
+LOOK_EVERY_S = 2.0  # their own pace
+LOOK_WITHIN_S = 120.0  # the longest pause of these
 IDLE_SHARE = 0.03  # of a slot's time that may pass until the edge whose turn it is asks again
 QUESTIONS_PER_S = 50.0  # that all waiting edges may ask, wherever their turns are: many slots may be free at once
 GRACE_S = 1.0
@@ -121,6 +124,23 @@ class _FreeSlots:
             self._open_to.clear()
         if not ticket.has_slot:
             self._more[ticket.key] -= 1
+
+
+class InquiryPace:
+    """The times at which edges that only look should look again: at most `INQUIRIES_PER_S`, however many edges live.
+
+    Each gets the next free moment after those of the edges before it, so that edges which came back together do not
+    come together again. Times are seconds of a monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._taken_s = -math.inf
+
+    def again_in(self, now_s: float) -> float:
+        """Return the seconds after which an edge that looks now should look again; 0: at its own pace."""
+        due_s = max(self._taken_s + 1 / INQUIRIES_PER_S, now_s + LOOK_EVERY_S)
+        self._taken_s = min(due_s, now_s + LOOK_WITHIN_S)
+        return self._taken_s - now_s if self._taken_s > now_s + LOOK_EVERY_S else 0.0
 
 
 class SlotQueue:

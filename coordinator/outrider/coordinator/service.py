@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import closing
@@ -16,6 +17,7 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.fleet_view import FleetView, keeps
 from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
+from outrider.coordinator.queue import InquiryPace
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import VersionState
 from outrider.proto.cluster_status import ClusterStatus
@@ -49,6 +51,7 @@ CHUNK_BYTES = 256 << 10
 # Edges that fail together must not each cause a poll of the fleet.
 REFRESH_GAP_S = 0.1
 MAX_NAME_LENGTH = 256
+TELL_EVERY_S = 0.001  # from one watch that is told of a change to the next: leases come between
 
 
 class ControlService:
@@ -84,6 +87,8 @@ class ControlService:
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
+        self._pace = InquiryPace()
+        self._watches = 0
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
 
@@ -145,7 +150,7 @@ class ControlService:
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Return a lease for one session on the most suitable verifier.
 
-        An inquiry gets the same without a token, and is not counted.
+        An inquiry gets the same without a token, is not counted, and is told when to ask again.
 
         Raises:
             UnsupportedProtocol: the edge speaks another version of the contract.
@@ -155,12 +160,15 @@ class ControlService:
         """
         if request.service is None and caller.key is not None:
             request = replace(request, service=caller.key.service)
+        ask_again_s = self._pace.again_in(time.monotonic()) if request.inquiry else 0.0
         try:
             _check_lease_request(request)
             verifier = await self._place(request, caller)
             if not request.inquiry:
                 self.admission.grant(caller, request.session, self._config.lease_seconds, verifier.name)
         except OutriderError as error:
+            if error.retry_after_s:
+                error.retry_after_s = max(error.retry_after_s, ask_again_s)
             self.metrics.refuse(error)
             # A refused session may have any name, of any length.
             session = request.session if NAME.fullmatch(request.session) else ""
@@ -197,6 +205,7 @@ class ControlService:
             context_length=verifier.context_length,
             service=request.service,
             service_unkept=not kept,
+            ask_again_s=ask_again_s,
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller, *, kept: bool) -> None:
@@ -332,7 +341,7 @@ class ControlService:
             return sessions
 
     async def watch(self, tokenizer_sha256: str, caller: Caller) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
-        """Yield the drafters for targets with this tokenizer (empty: all), at once and after every change.
+        """Yield the drafters for targets with this tokenizer (empty: all), at once and soon after every change.
 
         Raises:
             InvalidArgument: this is no hash.
@@ -341,16 +350,21 @@ class ControlService:
         """
         _check_tokenizer(tokenizer_sha256, "watch_drafters.tokenizer_sha256")
         shown: tuple[DrafterManifest, ...] | None = None
-        while True:
-            self.admission.check_still_known(caller)
-            # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
-            if now != shown:
-                shown = now
-                yield now
-                continue
-            if not await self.catalogue.changed():
-                raise Unavailable("the coordinator stops", retry_after_s=1.0)
+        self._watches += 1
+        try:
+            while True:
+                self.admission.check_still_known(caller)
+                # No await between the comparison and `changed`, or a change could be missed.
+                now = self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
+                if now != shown:
+                    shown = now
+                    yield now
+                    continue
+                if not await self.catalogue.changed():
+                    raise Unavailable("the coordinator stops", retry_after_s=1.0)
+                await asyncio.sleep(random.uniform(0, TELL_EVERY_S * (self._watches - 1)))
+        finally:
+            self._watches -= 1
 
     async def save(self) -> None:
         """Write the statistics to the state file, if there is one and they have changed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -168,9 +168,13 @@ class FleetStatistics:
                 "edges": max(len(self._edges), self._edges_before),
             }
         )
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(whole)
-        beside.replace(path)
+        beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # process ids are those of one container
+        try:
+            beside.write_text(whole)
+            beside.replace(path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; without a readable file, begin with nothing."""

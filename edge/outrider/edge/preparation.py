@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
 
 MAX_TEMPLATE_BYTES = 1 << 20
-WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
+WATCH_AGAIN_S = 5.0  # on average, after a coordinator went away, or cannot be watched
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +290,8 @@ class Preparation:
                     await self._renew(ready, offers)
             except OutriderError as error:
                 log.info("the coordinator's drafters are not watched: %s", error)
-            await asyncio.sleep(WATCH_AGAIN_S)
+            # Edges that lost their coordinator together come back one after the other.
+            await asyncio.sleep(WATCH_AGAIN_S * random.uniform(0.5, 1.5))
 
     async def _renew(self, ready: Ready, offers: tuple[DrafterManifest, ...]) -> None:
         async with self._renewing:

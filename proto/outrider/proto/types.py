@@ -924,6 +924,7 @@ class Lease:
     relayed: bool = False
     release: str = ""
     context_length: int = 0
+    ask_again_s: float = 0.0
     service: ServiceGoal | None = None
     service_unkept: bool = False
 

@@ -58,6 +58,7 @@ class ScriptedClient:
         self.away: OutriderError | None = None  # of the cloud
         self.asked: list[tuple[tuple[int, ...], Sampling, dict[str, Any]]] = []
         self.silent: tuple[str, ...] = ()  # verifiers at which nobody listens
+        self.ask_again_s = 0.0
         self.hold = False  # texts begin and never end
         self.reason = FinishReason.EOS
         self.stop_string: str | None = None
@@ -82,7 +83,7 @@ class ScriptedClient:
         if self.away is not None:
             raise self.away
         places = [*((name, "127.0.0.1:1") for name in self.silent if name not in avoid), ("v", self._address)]
-        return Lease(b"", *places[0], 60.0, "tiny", "")
+        return Lease(b"", *places[0], 60.0, "tiny", "", ask_again_s=self.ask_again_s)
 
     async def generate(self, prompt: Any, sampling: Sampling, **options: Any) -> AsyncGenerator[Event]:
         self.asked.append((prompt, sampling, options))

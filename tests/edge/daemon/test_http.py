@@ -9,6 +9,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from self_signed import certify
 
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.app import ROUTES
-from outrider.edge.daemon.cloud import LOOK_EVERY_S, LOOK_SOON_S, Cloud
+from outrider.edge.daemon.cloud import LOOK_EVERY_S, LOOK_SOON_S, LOOK_WITHIN_S, Cloud
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.http_server import Daemon, HttpProtocol
 from outrider.edge.link.control_client import _plain
 from outrider.proto.errors import (
@@ -566,3 +568,32 @@ def test_a_refused_connection_is_put_plainly_and_other_words_stay() -> None:
     grpc = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
     assert _plain(grpc).startswith("nothing listens there")
     assert _plain("Deadline Exceeded") == "Deadline Exceeded"
+
+
+@pytest.mark.parametrize(("asked_s", "pause_s"), [(0.0, LOOK_EVERY_S), (30.0, 30.0), (1e9, LOOK_WITHIN_S)])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_daemon_looks_as_seldom_as_its_coordinator_asks(asked_s, pause_s, busy, scripted) -> None:
+    async def scenario() -> tuple[float, str]:
+        cloud = Cloud(scripted())
+        cloud.client.ask_again_s = asked_s  # type: ignore[attr-defined]
+        await looks(cloud, None, *([ResourceExhausted("full", retry_after_s=asked_s)] if busy else []))
+        await cloud.close()
+        return cloud._pause_s, cloud.health.status
+
+    assert asyncio.run(scenario()) == (pause_s, "ok")
+
+
+def test_a_request_while_the_cloud_is_away_has_it_looked_for_once_a_while(scripted) -> None:
+    async def scenario() -> list[bool]:
+        cloud, wanted = Cloud(scripted()), []
+        await looks(cloud, None, Unavailable("no verifier", retry_after_s=100.0))
+        assert cloud._pause_s == 100.0
+        for looked_s_ago in (0.0, LOOK_EVERY_S + 1):
+            cloud._looked_at = time.monotonic() - looked_s_ago
+            with pytest.raises(ApiError):
+                cloud.serving()
+            wanted.append(cloud._look_now.is_set())
+        await cloud.close()
+        return wanted
+
+    assert asyncio.run(scenario()) == [False, True]

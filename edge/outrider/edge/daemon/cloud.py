@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhaus
 from outrider.proto.session import EdgeStatistics
 
 LOOK_EVERY_S = 2.0
+LOOK_WITHIN_S = 120.0  # whatever a coordinator asks for
 LOOK_SOON_S = 0.25  # while nothing answers at the coordinator's address; gRPC spaces the attempts to connect
 ANSWER_WITHIN_S = 2.0
 MAX_SILENT = 3  # verifiers that a look tries
@@ -92,7 +94,8 @@ class Served:
 class Cloud:
     """One client's view of its cloud, which `watch` keeps fresh.
 
-    It looks every `every_s` seconds, after a text is lost, and more often while the coordinator does not answer.
+    It looks every `every_s` seconds or, where so many edges look that their coordinator asks for more, as seldom as that
+    says; at once after a text is lost; and more often while the coordinator does not answer.
 
     Attributes:
         found: set once the cloud has been there.
@@ -108,6 +111,8 @@ class Cloud:
         )
         self._since = time.monotonic()
         self._drafter_error = ""
+        self._asked_s = 0.0  # pause that the coordinator has asked for
+        self._looked_at = -math.inf
         self._look_now = asyncio.Event()
         self.found = asyncio.Event()
 
@@ -123,6 +128,8 @@ class Cloud:
     def serving(self) -> Served:
         """Return the client and tokenizer that answer requests; raise `ApiError` 503 while the cloud is away."""
         if self._error is not None or self.served is None:
+            if time.monotonic() - self._looked_at > self.every_s:  # somebody waits for what may be there again
+                self._look_now.set()
             raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self.every_s)
         return self.served
 
@@ -158,7 +165,7 @@ class Cloud:
     def _pause_s(self) -> float:
         """Time until the next look; a coordinator that answers is not asked more often for having nothing to give."""
         silent = isinstance(self._error, Unavailable) and self._error.field == "coordinator"
-        return min(LOOK_SOON_S, self.every_s) if silent else self.every_s
+        return min(LOOK_SOON_S, self.every_s) if silent else max(self.every_s, min(self._asked_s, LOOK_WITHIN_S))
 
     async def close(self) -> None:
         """End the process that renders chats; the client is closed by whoever made it."""
@@ -167,15 +174,18 @@ class Cloud:
 
     async def _look(self) -> None:
         error: OutriderError | None = None
+        self._asked_s = 0.0
         try:
             if self.served is None:
                 self.served = await self._prepare()
             await self._reach()
         except OutriderError as found:
             error = found
+            self._asked_s = found.retry_after_s
         except Exception as found:  # a task's top: whatever it was, the next look may go well
             log.exception("looking for the cloud failed")
             error = Unavailable(f"{type(found).__name__}: {found}")
+        self._looked_at = time.monotonic()
         changed, since = (error is None) != (self._error is None), self._since
         if changed:
             self._since = time.monotonic()
@@ -203,8 +213,10 @@ class Cloud:
         while True:
             try:
                 lease = await self.client.inquire(silent)
-            except ResourceExhausted:
-                return  # it is there, and busy
+            except ResourceExhausted as busy:
+                self._asked_s = busy.retry_after_s
+                return  # it is there
+            self._asked_s = lease.ask_again_s
             if await _answers(lease.address):
                 return
             if lease.verifier in silent or len(silent) == MAX_SILENT:

@@ -71,7 +71,11 @@ class CoordinatorClient:
         return await self._call("ListDrafters", codec.encode_drafter_query(tokenizer_sha256), codec.decode_drafters)
 
     async def watch_drafters(self, tokenizer_sha256: str = "") -> AsyncIterator[tuple[DrafterManifest, ...]]:
-        """Yield the list of drafters now, and again each time it changes."""
+        """Yield the list of drafters now, and again each time it changes.
+
+        Raises:
+            Unavailable: among others where another connection has taken the place of the watch's.
+        """
         method: Any = self._channel().unary_stream(_PREFIX + "WatchDrafters")
         call = method(codec.encode_drafter_query(tokenizer_sha256), metadata=self.security.metadata)
         try:
@@ -79,6 +83,11 @@ class CoordinatorClient:
                 yield codec.decode_drafters(data)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Unavailable("the watch ended with its connection; watch again") from error  # a closed channel's calls
 
     async def report(self, report: SessionReport) -> None:
         await self._call("ReportSession", codec.encode_report(report), codec.decode_nothing)

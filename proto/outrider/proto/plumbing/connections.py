@@ -36,7 +36,7 @@ from outrider.proto.plumbing.logs import LineLimit
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.streams import CLIENT_GONE
 
-MAX_CONNECTIONS = 8192
+MAX_CONNECTIONS = 16_384
 SHARE_OF_ADDRESS = 8  # an address may have this part of them
 SPARE_DESCRIPTORS = 256  # for files, for other servers and for Ray
 HANDSHAKE_S = 10.0  # for TLS and the first frame of HTTP/2

@@ -51,7 +51,7 @@ class LocalThreads(SimulatedSource):
         self._waiting: deque[_Work] = deque()
         self._running: list[_Work] = []
 
-    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
+    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
         self._sessions, self._batching, self._post = sessions, batching, post
         sessions.here = self._here
 
@@ -115,6 +115,27 @@ class LocalThreads(SimulatedSource):
         self.busy_s += self._clock.now - work.began_at
         self._post(partial(_take, work.session, result, work.began_at - work.asked_at))
         self._begin()
+
+
+class DraftPasses(LocalThreads):
+    """A drafter on the target's own device, whose passes are in the time of steps, for all sessions at once."""
+
+    def drive(self, now: float) -> None:
+        made = []
+        for slot in self._sessions.running():
+            job = slot.session.local_job(self._batching.base_s, self._batching.row_s, now, None)
+            if job is not None:
+                made.append((slot.session, self._drafter_of(slot.session.id)(job.job)[0]))
+        if made:
+            self._post(partial(_take_all, made))
+
+    def begin(self, shares: Sequence[Share], now: float) -> None:
+        pass
+
+
+def _take_all(made: Sequence[tuple[VerifierSession, Drafted | DrafterFailed]]) -> None:
+    for session, result in made:
+        _take(session, result, 0.0)
 
 
 def _take(session: VerifierSession, result: Drafted | DrafterFailed, waited_s: float) -> None:

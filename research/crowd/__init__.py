@@ -1,0 +1,1 @@
+"""Thousands of live edges against real coordinator processes: `python -m research crowd`."""
