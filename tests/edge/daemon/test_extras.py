@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer
 
 from outrider.cloud.grammar.grammar_compiler import compile_grammar, make_tokenizer
+from outrider.edge.daemon.daemon_metrics import metrics_of
 from outrider.edge.daemon.schema import sources_of
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.session.service_record import ServiceRecord
 from outrider.proto.testing import write_keys
 from outrider.proto.types import Grammar, GrammarKind, ServiceGoal
 
@@ -115,6 +122,24 @@ def test_the_service_of_a_request_reaches_every_one_of_its_texts(live) -> None:
     live.complete(service=None)
     asked = [options["service"] for _, _, options in live.client.asked]
     assert asked == [GAP] * 4 + [ServiceGoal(batch=True), GAP, ServiceGoal(), None]
+
+
+def test_an_answer_says_what_became_of_the_service_of_its_texts_and_else_nothing() -> None:
+    def observer(service: ServiceRecord | None) -> Any:
+        statistics = EdgeStatistics(service=service)
+        return SimpleNamespace(accepted_of=Counter(), statistics=statistics, max_verified=0, drafter="none")
+
+    kept = ServiceRecord(GAP, gaps=40, kept=40, first_token_s=0.25)
+    late = ServiceRecord(GAP, gaps=60, kept=50, first_token_s=0.5, unlikely=True)
+    assert metrics_of([observer(kept), observer(late)], 7)["service"] == {
+        "goal": '{"gap_ms": 75}',
+        "gaps": 100,
+        "gaps_kept": 90,
+        "first_token_ms": 500.0,
+        "missed": True,
+        "unlikely": True,
+    }
+    assert "service" not in metrics_of([observer(None)], 7)
 
 
 def test_a_key_has_a_service_for_requests_that_ask_for_none(start, tmp_path) -> None:
