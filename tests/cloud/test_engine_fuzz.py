@@ -28,9 +28,11 @@ from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 from oracle_drafters import ScriptedDrafters, drafter_of
 
 from outrider.cloud.grammar.grammar import Allowed
-from outrider.cloud.serving import recovery
+from outrider.cloud.serving import batching, recovery
+from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.own_drafter import DraftedText
 from outrider.cloud.serving.recovery import Recovery
+from outrider.cloud.serving.service_goals import StepGoals
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
@@ -52,6 +54,7 @@ from outrider.proto.types import (
     Open,
     Patience,
     Sampling,
+    ServiceGoal,
     SteeringPrecision,
     SteeringRequest,
 )
@@ -62,6 +65,10 @@ from research.simulator.simulation import Simulation
 TEXTS = 7
 ENOUGH_S = 400.0
 QUICK, LONG = 10, 60
+SERVICES = (
+    *(None, ServiceGoal(batch=True), ServiceGoal(batch=True)),
+    *(ServiceGoal(gap_s=0.01), ServiceGoal(gap_s=0.02, first_token_s=0.05)),
+)
 # A seed, on average.
 LEAST = {
     "texts": 5, "texts with a grammar": 1, "tokens": 60, "accepted drafts": 8, "vectors": 8, "further turns": 3,
@@ -69,7 +76,7 @@ LEAST = {
     "pages": 0.4, "verifiers replaced": 0.4, "drain": 0.05, "preempted": 0.05, "filled up": 0.1, "tiles": 0.1,
     "cached tokens": 100, "verified here": 10, "accepted here": 5, "texts drafted here": 1, "verified beside": 5,
     "verified beside with a grammar": 1, "whole source": 0.5, "slow source": 0.1, "failures here": 0.1,
-    "hung here": 0.1,
+    "hung here": 0.1, "gaps": 20, "sat out": 0.4, "drafts given up": 1,
 }  # fmt: skip
 
 
@@ -106,6 +113,7 @@ class Text(Simulation):
             drafts_here=rng.choice((None, None, None, 0, 1, 4)),
             steering=SteeringRequest(PROJECTION) if steered else None,
             trees=rng.random() < 0.7,
+            service=random.Random(f"service {number} {prompt}").choice(SERVICES),
         )
         rate = SteeringRate(rng.choice(list(SteeringPrecision)), rng.choice((1, 3)))
         edge = EdgeSession(
@@ -232,6 +240,7 @@ class Text(Simulation):
         assert statistics.verified_cloud <= statistics.verified
         self._counts["texts drafted here"] += statistics.accepted_cloud > 0
         self._counts["verified beside"] += statistics.verified_beside
+        self._counts["gaps"] += statistics.service.gaps if statistics.service is not None else 0
         self._counts["verified beside with a grammar"] += (
             statistics.verified_beside if self.edge.sampling.grammar is not None else 0
         )
@@ -307,6 +316,7 @@ def run(seed: int, counts: Counter[str]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = VirtualClock()
         fleet = Fleet(seed, clock, monkeypatch)
+        count_what_is_held(monkeypatch, counts)
         rng = random.Random(f"texts {seed}")
         texts: list[Text] = []
 
@@ -329,6 +339,24 @@ def run(seed: int, counts: Counter[str]) -> None:
         counts.update(fleet.counts)
         counts["filled up"] += fleet.passes is ROUNDED[2]
         counts["tiles"] += fleet.passes is TILES
+
+
+def count_what_is_held(monkeypatch: pytest.MonkeyPatch, counts: Counter[str]) -> None:
+    """Count sessions that sit a step out for goals of service, and drafts that are given up."""
+    taking_part, rows_to_cut = StepGoals.taking_part, StepGoals.rows_to_cut
+
+    def counted_part(goals: StepGoals, decoding: Sequence[Slot], now: float) -> Sequence[Slot]:
+        part = taking_part(goals, decoding, now)
+        counts["sat out"] += len(decoding) - len(part)
+        return part
+
+    def counted_rows(goals: StepGoals, *drafts: Any) -> Counter[Slot]:
+        given_up = rows_to_cut(goals, *drafts)
+        counts["drafts given up"] += given_up.total()
+        return given_up
+
+    monkeypatch.setattr(StepGoals, "taking_part", counted_part)
+    monkeypatch.setattr(StepGoals, "rows_to_cut", counted_rows)
 
 
 @pytest.fixture(autouse=True)
@@ -450,6 +478,14 @@ def own_texts_not_cut_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftedText, "begin", begun)
 
 
+def whole_branches_of_blocks_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(share: Share, most_rows: int) -> Share:
+        block = None if share.block is None else share.block[: most_rows - share.num_tokens]
+        return replace(share, block=block)
+
+    monkeypatch.setattr(batching, "cut", cut)
+
+
 DEFECTS = (
     no_rollback,
     lost_pages,
@@ -463,6 +499,7 @@ DEFECTS = (
     no_second_try,
     own_texts_left_open,
     own_texts_not_cut_back,
+    whole_branches_of_blocks_that_are_cut,
 )
 
 

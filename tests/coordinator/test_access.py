@@ -24,7 +24,7 @@ from outrider.proto.lease import verify_lease
 from outrider.proto.plumbing.access import Key, Keys, secret_sha256
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.testing import write_keys
-from outrider.proto.types import LeaseRequest, SessionReport
+from outrider.proto.types import LeaseRequest, ServiceGoal, SessionReport
 
 SECRET = b"0123456789abcdef"
 REPORT = {"model": "tiny", "verifier": "a"}
@@ -166,6 +166,28 @@ async def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its
             claim = verify_lease(token, SECRET, verifier="a", model="tiny", session="s1", now_s=time.time())
             assert (claim.key, claim.tokens_per_minute, claim.max_sessions) == said
             await client.close()
+
+
+async def test_a_lease_says_what_is_asked_for_and_whether_it_is_likely_to_be_kept(
+    coordinating: Coordinating, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch, gap, short = ServiceGoal(batch=True), ServiceGoal(gap_s=0.1), ServiceGoal(gap_s=0.02)
+    path = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256("alices"), service=batch))
+    async with coordinating(ScriptedCluster(ready("a", gap_s=0.05)), api_keys=path) as call:
+        alice = as_client(call, "alices")
+        leases = [await alice.open_lease(ask(f"s{i}", service=goal)) for i, goal in enumerate((None, gap, short))]
+        assert [(lease.service, lease.service_unkept) for lease in leases] == [
+            (batch, False),
+            (gap, False),
+            (short, True),
+        ]
+        unkept = call.server.service.metrics.registry.get_sample_value(
+            "outrider:coordinator_leases_unkept_total", {"model_name": "tiny"}
+        )
+        assert unkept == 1
+        [said] = [record.getMessage() for record in caplog.records if "is expected to keep" in record.getMessage()]
+        assert '{"gap_ms": 20}' in said
+        await alice.close()
 
 
 async def test_a_session_that_no_verifier_took_gives_its_slot_back_and_counts_nowhere(

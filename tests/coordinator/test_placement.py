@@ -12,6 +12,7 @@ from fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import RETRY_WHEN_DOWN_S, PrefixMemory, place
 from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, TokenizerMismatch, Unavailable
+from outrider.proto.types import ServiceGoal
 
 DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK
 BUSY = ready("b", sessions=3)
@@ -36,6 +37,28 @@ CHOSEN: dict[str, tuple[list[VerifierInfo], dict[str, Any], str]] = {
     "any precision of one that states none": ([ready("a", precision="bfloat16"), BUSY], {"precision": "float32"}, "b"),
     "the tokenizer of two of a model": ([ready("a", tokenizer_sha256="e" * 64), BUSY], {}, "b"),
 }
+
+
+GAP = ServiceGoal(gap_s=0.1)
+CHOSEN |= {
+    "one that keeps the gap however busy": (
+        [ready("a", gap_s=0.2), ready("b", sessions=3, gap_s=0.1)], {"service": GAP}, "b"
+    ),
+    "of these the fewest sessions": (
+        [ready("a", sessions=2, gap_s=0.01), ready("b", sessions=1, gap_s=0.1)], {"service": GAP}, "b"
+    ),
+    "by its step where it says no gap": (
+        [ready("a", step_s=0.095), ready("b", sessions=3, step_s=0.08)], {"service": GAP}, "b"
+    ),
+    "one that has measured nothing": ([ready("a", gap_s=0.2), BUSY], {"service": GAP}, "b"),
+    "no full one though it keeps the gap": (
+        [ready("a", gap_s=0.2), ready("b", sessions=4, gap_s=0.01)], {"service": GAP}, "a"
+    ),
+    "none that was just lost though it keeps the gap": (
+        [ready("a", gap_s=0.2), ready("b", gap_s=0.01)], {"service": GAP, "avoid": {"b"}}, "a"
+    ),
+    "as ever for a batch": ([ready("a", gap_s=9.0), BUSY], {"service": ServiceGoal(batch=True)}, "a"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", CHOSEN)

@@ -33,7 +33,7 @@ from outrider.coordinator.queue import (
 )
 from outrider.proto.errors import ResourceExhausted, Unavailable
 from outrider.proto.lease import text_name
-from outrider.proto.types import LeaseRequest
+from outrider.proto.types import LeaseRequest, ServiceClass, ServiceGoal
 
 
 class Line:
@@ -52,9 +52,11 @@ class Line:
         self.asked_for_room.append(key)
         return self.room.get(key, math.inf)
 
-    def ask(self, session: str, key: str = "", *, has_slot: bool = False, has_run: bool = False) -> bool:
+    def ask(
+        self, session: str, key: str = "", *, has_slot: bool = False, has_run: bool = False, **service: Any
+    ) -> bool:
         """Whether a text gets a slot; else it waits."""
-        ticket = self.queue.ask(key, session, "any", self.now_s, has_slot=has_slot, has_run=has_run)
+        ticket = self.queue.ask(key, session, "any", self.now_s, has_slot=has_slot, has_run=has_run, **service)
         free = {"v": self.free}
         open_to = self.queue.open_to(ticket, free, self.share, lambda _: {"v"}, self.room_of, math.inf, self.now_s)
         if open_to:
@@ -202,6 +204,52 @@ def test_where_few_wait_all_ask_often_since_many_slots_may_be_free_at_once() -> 
     for number in range(20):
         assert not line.ask(f"w{number}")
     assert line.retry_s == 20 / QUESTIONS_PER_S
+
+
+FIGURES, BATCH = ServiceGoal(gap_s=0.05), ServiceGoal(batch=True)
+
+
+def served(line: Line, **asking: ServiceGoal | None) -> list[str]:
+    """Return the order in which waiting texts get slots, one after the other."""
+    order: list[str] = []
+    while len(order) < len(asking):
+        line.free = 1
+        left = [session for session in asking if session not in order]
+        order += [session for session in left if line.ask(session, service=asking[session])]
+        line.now_s += 0.5
+    return order
+
+
+def test_the_line_is_served_in_order_of_worth_and_in_a_class_in_order_of_arrival() -> None:
+    line = Line()
+    asking = {"b1": BATCH, "i1": None, "b2": BATCH, "f1": FIGURES, "i2": ServiceGoal(), "f2": FIGURES}
+    for session, service in asking.items():
+        assert not line.ask(session, service=service)
+        line.now_s += 0.1
+    assert served(line, **asking) == ["f1", "f2", "i1", "i2", "b1", "b2"]
+
+
+def first_batch_text(line: Line, seconds: float) -> float:
+    """Return when a batch text gets a slot though texts with figures come all the time; infinite: it does not."""
+    waiting: dict[str, ServiceGoal] = {"batch": BATCH}
+    while line.now_s < seconds:
+        waiting[f"f{line.now_s:g}"] = FIGURES  # more than there are slots
+        for session in list(waiting):
+            if line.ask(session, service=waiting[session]):
+                del waiting[session]
+        if "batch" not in waiting:
+            return line.now_s
+        line.now_s += 0.5
+        line.free = int(line.now_s) == line.now_s
+    return math.inf
+
+
+def test_a_batch_text_is_passed_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = queue.AHEAD_S[ServiceClass.FIGURES] - queue.AHEAD_S[ServiceClass.BATCH]
+    assert passed_s <= first_batch_text(Line(), 200.0) <= 2 * passed_s + 2
+    ages = {each: 1e9 * (each - 1) for each in ServiceClass}
+    monkeypatch.setattr(queue, "AHEAD_S", ages)
+    assert first_batch_text(Line(), 200.0) == math.inf, "negative control: strict priority starves it"
 
 
 # --- the view of a fleet ---

@@ -46,6 +46,7 @@ TEXTS = {
     "learn-cpu-share": "0.25",
     "learn-max-load": "0.5",
     "edited": "0.25",
+    "service": "batch",
 }
 
 

@@ -111,7 +111,7 @@ def test_a_key_that_is_appended_works_at_once_and_its_secret_is_in_no_file(tmp_p
     path = tmp_path / "keys.toml"
     for name, more in (
         ("alice", ["--max-sessions", "4"]),
-        ("bob", ["--tokens-per-minute", "600", "--admin", "--learning"]),
+        ("bob", ["--tokens-per-minute", "600", "--admin", "--learning", "--service", '{"gap_ms": 75}']),
     ):
         assert main(["key", name, *more, "--append", str(path)]) == 0
         secret = re.findall(r"otr_\S+", capsys.readouterr().out)[0]
@@ -120,6 +120,7 @@ def test_a_key_that_is_appended_works_at_once_and_its_secret_is_in_no_file(tmp_p
         assert secret not in path.read_text()
         assert secret_sha256(secret) in path.read_text()
     assert (key.max_sessions, key.tokens_per_minute, key.admin, key.learning) == (None, 600, True, True)
+    assert str(key.service) == '{"gap_ms": 75}'
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "\n\n[keys.bob]" in path.read_text()
 

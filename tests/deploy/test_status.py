@@ -49,6 +49,7 @@ def cluster() -> ClusterStatus:
         "drafting_here_s": 312.3456,
         "context_length": 8192,
         "server": "vLLM 0.32.0, V1",
+        "gap_s": 0.0215,
     }
     host, kept = "10.244.12.103:50061", ("bytes", "bfloat16")
     verifier = VerifierStatus(
@@ -115,6 +116,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "max_sessions": 32,
         "load": 0.375,
         "step_ms": 10.5,
+        "gap_ms": 21.5,
         "restarts": 1,
         "kv_pages": 2048,
         "kv_pages_free": 1024,

@@ -170,6 +170,11 @@ EXAMPLES = {
     "open of a text that was promised 4096 positions": _edge(
         t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), context_length=4096)
     ),
+    "open that asks for a gap and a first token": _edge(
+        t.Open("m", HASH, (1,), t.Sampling(), "s", service=t.ServiceGoal(gap_s=0.075, first_token_s=0.5))
+    ),
+    "open of a batch": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", service=t.ServiceGoal(batch=True))),
+    "open that asks to be interactive": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", service=t.ServiceGoal())),
     "opened with trees": _cloud(t.Opened(0, 64, 128, "v0", 4096, trees=True)),
     "commit of a tree": _cloud(t.Commit(9, tuple(map(t.CommittedToken, (1, 2))), 1, 64, verified=1, verified_beside=5)),
     "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
@@ -263,6 +268,11 @@ EXAMPLES = {
     "lease request of a text that needs 4096 positions": Example(
         t.LeaseRequest("reference", "s-1", context_length=4096), codec.encode_lease_request, codec.decode_lease_request
     ),
+    "lease request that asks for a gap": Example(
+        t.LeaseRequest("reference", "s-1", service=t.ServiceGoal(gap_s=0.075)),
+        codec.encode_lease_request,
+        codec.decode_lease_request,
+    ),
     "lease request, least": Example(
         t.LeaseRequest("", "", protocol_version=0), codec.encode_lease_request, codec.decode_lease_request
     ),
@@ -291,6 +301,11 @@ EXAMPLES = {
     ),
     "lease that says when to look again": Example(
         t.Lease(b"", "v0", "", 0.0, "reference", HASH, ask_again_s=12.5), codec.encode_lease, codec.decode_lease
+    ),
+    "lease where no gap is kept": Example(
+        t.Lease(b"", "v0", "", 0.0, "reference", HASH, service=t.ServiceGoal(gap_s=0.075), service_unkept=True),
+        codec.encode_lease,
+        codec.decode_lease,
     ),
     "lease, least": Example(t.Lease(b"", "", "", 0.0, "", ""), codec.encode_lease, codec.decode_lease),
     "drafters": Example(MANIFESTS, codec.encode_drafters, codec.decode_drafters),
@@ -326,6 +341,7 @@ EXAMPLES = {
     "status with a context": _status(VerifierStatus("v0", "", "reference", "down", context_length=4096)),
     "status with a release": _status(release="0.1.0"),
     "status with a server": _status(VerifierStatus("v0", "", "reference", "ready", server="vLLM")),
+    "status with a gap": _status(VerifierStatus("v0", "", "reference", "ready", gap_s=0.05)),
     "status with versions": _status(
         drafters=(t.DrafterManifest("swift", "8", HASH, "reference", (), 0.25),),
         recent=(

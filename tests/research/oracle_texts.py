@@ -12,7 +12,7 @@ from oracle_drafters import Oracle, OracleTarget, Proposer, ScriptedDrafters, dr
 from outrider.cloud.serving.batching import Batching
 from outrider.proto.session import EdgeSession
 from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import Open, Sampling
+from outrider.proto.types import Open, Sampling, ServiceGoal
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.simulated_verifier import SimulatedSource, SimulatedVerifier
 
@@ -51,20 +51,23 @@ def decode(
     oracle: Oracle = ORACLE,
     proposer: Callable[[int], Proposer] = lambda i: drafter_of(ORACLE, i, 0.8, confidence="telling"),
     drafting_s: float = 0.002,
+    service: Callable[[int], ServiceGoal | None] = lambda _: None,
+    apart_s: float = 0.0,
     **of_frame: Any,
 ) -> tuple[list[FaultySimulation], float]:
-    """Decode texts of edges that begin together; return their simulations, and when the last has ended."""
+    """Decode texts of edges that begin `apart_s` one after the other; return their simulations, and when the last ends."""
     clock = VirtualClock()
     source = local(clock) if local is not None else None
     verifier = SimulatedVerifier(clock, rules, OracleTarget(oracle), costs, batching, source)
     simulations = []
     for i in range(edges):
         rng, sampling = random.Random(i), Sampling(max_tokens=tokens, ignore_eos=True)
-        edge = EdgeSession(Open("m", HASH, prompt_of(i, prompt), sampling, f"s{i}", **of_frame))
+        frame = Open("m", HASH, prompt_of(i, prompt), sampling, f"s{i}", service=service(i), **of_frame)
+        edge = EdgeSession(frame)
         drafters = ScriptedDrafters([proposer(i)], drafting_s, rng)
         simulations.append(FaultySimulation(clock, edge, verifier, drafters, faults, rng))
-    for simulation in simulations:
-        simulation.begin()
+    for number, simulation in enumerate(simulations):
+        clock.at(number * apart_s, simulation.begin)
     while any(simulation.done is None for simulation in simulations):
         clock.advance()
     return simulations, clock.now

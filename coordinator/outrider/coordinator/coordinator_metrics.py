@@ -55,6 +55,7 @@ _COUNTERS = {  # meaning and label
     "leases_granted": ("Leases granted.", MODEL),
     "leases_reopened": ("Leases granted to sessions that had a stream before.", MODEL),
     "leases_suspected": ("Leases granted to leave a verifier that is silent.", MODEL),
+    "leases_unkept": ("Leases granted where no verifier with room is expected to keep the gap asked for.", MODEL),
     "leases_refused": ("Leases refused, by error.", "error"),
     "refused_calls": ("Calls answered with an error.", "error"),
     "leases_by_prefix": (
@@ -87,10 +88,11 @@ class CoordinatorMetrics:
         }
         self._models: set[str] = set()
 
-    def grant(self, model: str, request: LeaseRequest) -> None:
+    def grant(self, model: str, request: LeaseRequest, *, kept: bool = True) -> None:
         self._counters["leases_granted"].labels(model).inc()
         self._counters["leases_reopened"].labels(model).inc(request.epoch > 0)
         self._counters["leases_suspected"].labels(model).inc(request.suspected)
+        self._counters["leases_unkept"].labels(model).inc(not kept)
 
     def place_prefix(self, known: int, most: int) -> None:
         """Count a lease at a verifier that took `known` beginnings of the text, where some verifier took `most`."""

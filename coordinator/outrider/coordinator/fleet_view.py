@@ -20,7 +20,7 @@ from outrider.proto.errors import (
     Unavailable,
     did_you_mean,
 )
-from outrider.proto.types import LeaseRequest
+from outrider.proto.types import LeaseRequest, ServiceGoal
 
 MAX_REMEMBERED = 1 << 16  # beginnings: those of some 3,000 long texts
 MAX_HOLDERS = 4  # of one beginning
@@ -29,6 +29,7 @@ SHORT_OF_PAGES = 1 / 16  # share of a verifier's KV pages
 PREFIXES_PER_SESSION = 4  # known beginnings that outweigh a session; a text of fourfold length has four more
 MAX_IMBALANCE = 1 / 4  # of the sessions that a verifier admits
 SLOW = 2.0  # times the fastest step
+SERVICE_MARGIN = 0.9  # of a gap, in which a step should end where its verifier does not say what it can keep
 
 # A restarted verifier has another address or number of restarts, and nothing in its cache.
 _Holder = tuple[str, str, int]
@@ -160,7 +161,9 @@ class FleetView:
         enough = min(contexts, default=request.context_length)  # so that texts of one kind want the same
         wants = (request.model, request.tokenizer_sha256, request.precision, enough)
         has_run = self._has_run(request, tenant)
-        ticket = self.queue.ask(tenant, request.session, wants, now_s, has_slot=has_slot, has_run=has_run)
+        ticket = self.queue.ask(
+            tenant, request.session, wants, now_s, has_slot=has_slot, has_run=has_run, service=request.service
+        )
         try:
             return self._place(request, tenant, now_s, self._with_slots_for(ticket, room, now_s))
         except (ResourceExhausted, Unavailable) as error:
@@ -212,6 +215,7 @@ class FleetView:
             self.known_prefixes(request, tenant),
             request.precision,
             request.context_length,
+            request.service,
         )
 
     def _with_slots_for(
@@ -332,6 +336,7 @@ def place(
     prefixes: Mapping[str, int] | None = None,
     precision: str = "",
     context_length: int = 0,
+    service: ServiceGoal | None = None,
 ) -> VerifierInfo:
     """Choose the least loaded verifier that can take one more session.
 
@@ -344,6 +349,8 @@ def place(
     session, each fourfold length one more, and never more than a quarter of the sessions that it admits. They are worth
     nothing where pending leases may fill the verifier, or where its step takes twice as long as the fastest.
 
+    A verifier that is expected to keep the gap that a text asks for comes before others with room, however loaded.
+
     Args:
         verifiers: the fleet.
         model: target; empty: the first that is served.
@@ -354,6 +361,7 @@ def place(
         precision: precision of the text so far, which no verifier of another one may change; empty: any.
         context_length: positions that the text needs. Where no verifier has so many, a text without a token goes to
             any, which says so; one that has a precision has tokens, and was promised them.
+        service: service that the text asks for; None: none.
 
     Raises:
         NotFound: no verifier serves the model.
@@ -378,11 +386,11 @@ def place(
     lost = {name: number for number, name in enumerate(avoid, 1)}
     fastest_s = min((v.step_s for v in roomy if v.step_s), default=0.0)
 
-    def order(v: VerifierInfo) -> tuple[int, bool, float, int, float, str]:
+    def order(v: VerifierInfo) -> tuple[int, bool, bool, float, int, float, str]:
         load = v.sessions + waiting.get(v.name, 0)
         welcome = load < v.max_sessions and v.step_s <= SLOW * fastest_s
         worth = min(known.get(v.name, 0) / PREFIXES_PER_SESSION, MAX_IMBALANCE * v.max_sessions) if welcome else 0.0
-        return lost.get(v.name, 0), _is_short(v), load - worth, load, v.step_s, v.name
+        return lost.get(v.name, 0), _is_short(v), not keeps(v, service), load - worth, load, v.step_s, v.name
 
     return min(roomy, key=order)
 
@@ -403,6 +411,11 @@ def verifiers_for(
             code="OUT-306",
         )
     return long or same
+
+
+def keeps(verifier: VerifierInfo, service: ServiceGoal | None) -> bool:
+    """Return whether a verifier is expected to keep the gap that one text more asks for, as far as it has measured."""
+    return service is None or not service.gap_s or (verifier.gap_s or verifier.step_s / SERVICE_MARGIN) <= service.gap_s
 
 
 def _is_short(verifier: VerifierInfo) -> bool:

@@ -6,6 +6,9 @@ had a slot and lost it come first. Then the turn is that of the key with fewest 
 of the oldest ticket. So no running text yields to a newcomer, no text is passed by a later one that could take the same
 slots, and no key gets another slot while one with fewer waits.
 
+Texts stand in order of worth by the seconds of `AHEAD_S`: one counts as if it had come so much earlier or later than it
+did. So those of a class keep their order, and nobody is passed by texts that come later than the difference.
+
 Edges say when texts end, and may lie. So the texts of a key that lost their slots come before other keys' newcomers
 only until the key has as many slots as lately: a liar has no more of it than of texts that do not end.
 
@@ -23,6 +26,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from outrider.proto.types import ServiceClass, ServiceGoal, class_of
+
 RETRY_WHEN_FULL_S = 2.0  # at most, from one question of a waiting edge to the next
 SOON_S = 0.1  # at least
 INQUIRIES_PER_S = 100.0  # of edges that only look whether the cloud is there
@@ -35,9 +40,13 @@ FORGET_S = 2 * RETRY_WHEN_FULL_S
 RATE_OVER_S = 10.0
 MAX_TICKETS = 4096
 MAX_TICKETS_OF_KEY = 1024  # where there are keys
+AHEAD_S = {ServiceClass.FIGURES: 10.0, ServiceClass.INTERACTIVE: 0.0, ServiceClass.BATCH: -30.0}
 MAX_NUMBERS = 8192  # of texts with leases, since some ends are never reported
 
 Fits = Callable[[Hashable], Collection[str]]
+
+Place = tuple[float, int]
+"""When a text came, by its worth, and its number: its place in the order of arrival."""
 
 _NONE: frozenset[str] = frozenset()
 
@@ -49,7 +58,7 @@ class SlotTicket:
     Attributes:
         key: name of its API key; empty: none.
         session: its session.
-        turn: whether it is a newcomer, and its number in the order of arrival.
+        turn: whether it is a newcomer, and its place in the order of arrival.
         wants: what a verifier must have to take it.
         has_slot: whether its key has counted it already, so that the key's limit does not hold it back.
         asked_s: newest question, in seconds.
@@ -58,7 +67,7 @@ class SlotTicket:
 
     key: str
     session: str
-    turn: tuple[bool, int]
+    turn: tuple[bool, Place]
     wants: Hashable
     has_slot: bool
     asked_s: float
@@ -140,7 +149,7 @@ class SlotQueue:
     def __init__(self) -> None:
         self._lines: dict[str, dict[str, SlotTicket]] = {}  # by key and session, in order of their turns
         self._numbers = itertools.count()
-        self._leased: OrderedDict[tuple[str, str], int] = OrderedDict()  # numbers by key and session, newest lease last
+        self._leased: OrderedDict[tuple[str, str], Place] = OrderedDict()  # by key and session, newest lease last
         self._served: deque[float] = deque(maxlen=MAX_TICKETS)
         self._swept_s = -math.inf
 
@@ -148,19 +157,27 @@ class SlotQueue:
         return sum(map(len, self._lines.values()))
 
     def ask(
-        self, key: str, session: str, wants: Hashable, now_s: float, *, has_slot: bool = False, has_run: bool = False
+        self,
+        key: str,
+        session: str,
+        wants: Hashable,
+        now_s: float,
+        *,
+        has_slot: bool = False,
+        has_run: bool = False,
+        service: ServiceGoal | None = None,
     ) -> SlotTicket:
         """Return the ticket of a text whose edge asks, the one that it has or a new one; see `SlotTicket`.
 
-        `has_run` says that it is no newcomer although this queue knows of no lease.
+        `has_run` says that it is no newcomer although this queue knows of no lease; `service` is what it asks for.
         """
         self._sweep(now_s)
         line = self._lines.get(key, {})
         ticket = line.get(session)
         if ticket is None:
-            number = self._leased.get((key, session))
-            newcomer = number is None and not has_run
-            turn = newcomer, next(self._numbers) if number is None else number
+            place = self._leased.get((key, session))
+            newcomer = place is None and not has_run
+            turn = newcomer, self._place(now_s, service) if place is None else place
             ticket = SlotTicket(key, session, turn, wants, has_slot, now_s, now_s)
             if not newcomer or (len(line) < (MAX_TICKETS_OF_KEY if key else MAX_TICKETS) and len(self) < MAX_TICKETS):
                 self._insert(ticket)
@@ -202,14 +219,14 @@ class SlotQueue:
         lines = {key: self._waiting(line, left, now_s) for key, line in tickets.items()}
         shares = {key: share_of(key) for key in lines}
         has = {key: share.now for key, share in shares.items()}
-        turns: list[tuple[bool, int, int, SlotTicket]] = []  # of each key the next, as a heap
+        turns: list[tuple[bool, int, Place, SlotTicket]] = []  # of each key the next, as a heap
 
         def look_at_next(key: str) -> None:
             head = next(lines[key], None)
             if head is not None:
-                (newcomer, number), share = head.turn, shares[key]
+                (newcomer, place), share = head.turn, shares[key]
                 yields = newcomer or has[key] - (head.session in share.listed) >= share.lately
-                heapq.heappush(turns, (yields, has[key], number, head))
+                heapq.heappush(turns, (yields, has[key], place, head))
 
         for key in lines:
             look_at_next(key)
@@ -253,7 +270,7 @@ class SlotQueue:
         """Take away the ticket of a text that gets a slot, and keep its number until it leaves."""
         self._served.append(now_s)
         ticket = self.withdraw(key, session)
-        self._leased.setdefault((key, session), ticket.turn[1] if ticket is not None else next(self._numbers))
+        self._leased.setdefault((key, session), ticket.turn[1] if ticket is not None else self._place(now_s, None))
         self._leased.move_to_end((key, session))
         if len(self._leased) > MAX_NUMBERS:
             self._leased.popitem(last=False)
@@ -269,6 +286,9 @@ class SlotQueue:
     def leave(self, key: str, session: str) -> None:
         self.withdraw(key, session)
         self._leased.pop((key, session), None)
+
+    def _place(self, now_s: float, service: ServiceGoal | None) -> Place:
+        return now_s - AHEAD_S[class_of(service)], next(self._numbers)
 
     def _insert(self, ticket: SlotTicket) -> None:
         line = self._lines.setdefault(ticket.key, {})

@@ -15,7 +15,7 @@ from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, SendAway, VerifierInfo, VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
-from outrider.coordinator.fleet_view import FleetView
+from outrider.coordinator.fleet_view import FleetView, keeps
 from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.queue import InquiryPace
 from outrider.coordinator.statistics import FleetStatistics
@@ -159,6 +159,8 @@ class ControlService:
             ResourceExhausted: the caller's key has no session or token left.
         """
         ask_again_s = self._pace.again_in(time.monotonic()) if request.inquiry else 0.0
+        if request.service is None and caller.key is not None:
+            request = replace(request, service=caller.key.service)
         try:
             _check_lease_request(request)
             verifier = await self._place(request, caller)
@@ -172,8 +174,9 @@ class ControlService:
             session = request.session if NAME.fullmatch(request.session) else ""
             logger.info("a lease is refused: %s", error, extra=about(session, error=error))
             raise
+        kept = keeps(verifier, request.service)
         if not request.inquiry:
-            self._count_grant(request, verifier, caller)
+            self._count_grant(request, verifier, caller, kept=kept)
         drafters = self._offers(verifier.tokenizer_sha256, (verifier.model,))
         relayed = self.relay_metrics is not None
         return Lease(
@@ -201,10 +204,15 @@ class ControlService:
             release=release(),
             context_length=verifier.context_length,
             ask_again_s=ask_again_s,
+            service=request.service,
+            service_unkept=not kept,
         )
 
-    def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:
-        self.metrics.grant(verifier.model, request)
+    def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller, *, kept: bool) -> None:
+        self.metrics.grant(verifier.model, request, kept=kept)
+        if not kept:
+            line = "no verifier with room is expected to keep the service %s"
+            logger.warning(line, request.service, extra=about(request.session, verifier.name))
         if request.prefixes:
             known = self._view.known_prefixes(request, caller.tenant)
             self.metrics.place_prefix(known.get(verifier.name, 0), max(known.values(), default=0))

@@ -80,6 +80,7 @@ def key(given: Given) -> int:
         tokens_per_minute=options.tokens_per_minute,
         admin=options.admin,
         learning=options.learning,
+        service=options.service,
     )
     if options.append is not None:
         _append(options.append.expanduser(), made)

@@ -2,8 +2,9 @@
 
 The JSON object has the fields of `ClusterStatus`. In it
 
-- a verifier has `step_ms` in place of `step_s`, and beside its own fields `load` (sessions / max_sessions),
-  `share_here` (accepted_here / committed_tokens; null without any text) and `links` (over its newest reports);
+- a verifier has `step_ms` and `gap_ms` in place of `step_s` and `gap_s`, and beside its own fields `load`
+  (sessions / max_sessions), `share_here` (accepted_here / committed_tokens; null without any text) and `links` (over
+  its newest reports);
 - an edge has `age_s`, `sessions`, and of its newest session `verifier`, `model`, `drafter`, `drafter_version`, `links`;
 - an entry of `acceptance` is a drafter in one kind of text, `prompt_class` (prose, docs, code, math, numbers, foreign;
   unknown without one), over one kind of link, `link_class` (1 to 5: round trips below 4, 16, 64, 256 ms, or more;
@@ -187,8 +188,9 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
 
 def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
     shown: dict[str, Any] = _object(v)
-    del shown["step_s"]
+    del shown["step_s"], shown["gap_s"]
     return shown | {
+        "gap_ms": round(1e3 * v.gap_s, 3),
         "step_ms": round(1e3 * v.step_s, 3),
         "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
         "share_here": round(v.accepted_here / v.committed_tokens, 4) if v.committed_tokens else None,

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.request import Tenant
     from outrider.edge.sync_client import SyncClient, SyncConversation
-    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Provenance, Sampling
+    from outrider.proto.types import (
+        CommittedToken,
+        FinishReason,
+        Grammar,
+        GrammarKind,
+        Provenance,
+        Sampling,
+        ServiceGoal,
+    )
 
 __all__ = [
     "Client",
@@ -40,6 +48,7 @@ __all__ = [
     "GrammarKind",
     "Provenance",
     "Sampling",
+    "ServiceGoal",
     "SyncClient",
     "SyncConversation",
     "Tenant",
@@ -53,7 +62,9 @@ _MODULES = {
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.request": ("Tenant",),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
-    "outrider.proto.types": ("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
+    "outrider.proto.types": (
+        *("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling", "ServiceGoal"),
+    ),
 }
 
 

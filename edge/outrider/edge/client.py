@@ -35,7 +35,15 @@ from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import Route
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.prompts import Prediction, indexed_prediction
-from outrider.edge.request import ANYBODY, RequestOptions, Tenant, checked_sampling, checked_stop
+from outrider.edge.request import (
+    ANYBODY,
+    RequestOptions,
+    ServiceLike,
+    Tenant,
+    checked_sampling,
+    checked_service,
+    checked_stop,
+)
 from outrider.edge.selectors import default_selector, selector_named
 from outrider.proto.drafter_format import ON_TRIAL, published_name
 from outrider.proto.errors import InvalidArgument, OutriderError
@@ -209,6 +217,7 @@ class Client:
         shown: Collection[int] = (),
         prompt_logprobs: int | None = None,
         tenant: Tenant = ANYBODY,
+        service: ServiceLike = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -228,6 +237,8 @@ class Client:
             prompt_logprobs: likeliest tokens, 0 to 20, to name beside each token of the prompt, whose log probabilities
                 come in `Tokens.prompt`; it is then computed whole, whatever is cached. None: none come.
             tenant: whom the text is for, where this client decodes for several who are to learn nothing of each other.
+            service: when tokens should come: "interactive", "batch", or figures, {"gap_ms": 75, "first_token_ms": 500};
+                `statistics.service` says what became of it. None: the config's.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -240,7 +251,8 @@ class Client:
         """
         began = time.monotonic()
         deadline = None if deadline_s is None else began + deadline_s
-        options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs, tenant)
+        asked = checked_service(service)
+        options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs, tenant, asked)
         ready = await within(self.find(), deadline)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline)
         frame = self._open(ready, tokens, checked_sampling(sampling or Sampling(), overrides), options)
@@ -266,6 +278,7 @@ class Client:
         logprobs: bool | None = None,
         top_logprobs: int = 0,
         request_id: str = "",
+        service: ServiceLike = None,
         **overrides: Any,
     ) -> Conversation:
         """Return several turns on one session, each of which sends only what is new; see `Conversation`.
@@ -280,7 +293,7 @@ class Client:
             stop=checked_stop(stop),
             keep_s=keep_s,
             observer=observer,
-            options=RequestOptions(logprobs, top_logprobs, request_id),
+            options=RequestOptions(logprobs, top_logprobs, request_id, service=checked_service(service)),
         )
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -337,6 +350,7 @@ class Client:
             prompt_logprobs=options.prompt_logprobs,
             trees=not config.chains,
             isolation=options.tenant.isolation,
+            service=options.service or config.service,
         )
 
     def _begin(

@@ -425,6 +425,7 @@ class Decoding:
         expected = stream.connection.opened
         if expected is not None:
             self._follow_terms(expected)
+        machine.take_service(lease.service, unkept=lease.service_unkept)
         self._handle(StreamReady(lease.token, expected))
         receiving = asyncio.create_task(self._receive_all(stream, lease))
         guarding = asyncio.create_task(self._find_another(stream, lease, avoid))
@@ -455,6 +456,7 @@ class Decoding:
             epoch=machine.next_epoch,
             suspected=suspected,
             context_length=machine.needed_context,
+            service=machine.service,
         )
 
     async def _close_stream(self) -> None:

@@ -16,6 +16,7 @@ from outrider.proto.plumbing.files import DEFAULT_CACHE
 from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.settings import Settings, above, at_least, between, option
 from outrider.proto.tracing import trace_endpoint_option
+from outrider.proto.types import ServiceGoal
 
 if TYPE_CHECKING:
     from outrider.proto.policy.steering_rate import SteeringPolicy
@@ -157,6 +158,15 @@ class EdgeConfig(Settings):
         "the uplink",
         group=RULES,
     )
+    service: ServiceGoal | None = option(
+        None,
+        'when tokens should come: interactive, batch, or figures, \'{"gap_ms": 75, "first_token_ms": 500}\'; a '
+        "request may ask for another; not set: that of the API key at the coordinator, if it has one",
+        metavar="CLASS|JSON",
+        group=CONNECTION,
+        parse=ServiceGoal.parse,
+        check=ServiceGoal.parse,
+    )
     share_texts: bool = option(
         False,
         "let verifiers keep prompts and texts in memory for a day, to train drafters for everybody; where they and "
@@ -186,6 +196,8 @@ class EdgeConfig(Settings):
         """Raise `ConfigError` for settings that contradict each other."""
         if bool(self.coordinator) == bool(self.verifier):
             raise ConfigError("give either a coordinator or a verifier, as host:port", field="coordinator")
+        if self.service is not None:
+            object.__setattr__(self, "service", ServiceGoal.parse(self.service))  # code may name it, as requests do
         for name in ("coordinator", "verifier"):
             address = address_of_server(getattr(self, name), name, has_tls=self.tls_ca is not None)
             object.__setattr__(self, name, address)  # as it is used, however it was written

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import MAX_TOP_LOGPROBS, NumberRange, Sampling, require, require_text
+from outrider.proto.types import MAX_TOP_LOGPROBS, NumberRange, Sampling, ServiceGoal, require, require_text
 
 _TOP_LOGPROBS = NumberRange(0, MAX_TOP_LOGPROBS)
+ServiceLike = ServiceGoal | str | Mapping[str, float] | None
 
 
 def checked_sampling(sampling: Sampling, overrides: dict[str, Any]) -> Sampling:
@@ -37,6 +38,11 @@ def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return texts
 
 
+def checked_service(service: ServiceLike) -> ServiceGoal | None:
+    """Return a caller's service; raises `InvalidArgument` where it is none."""
+    return None if service is None else ServiceGoal.parse(service)
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Whom a text is for, where a client decodes for several.
@@ -55,7 +61,7 @@ ANYBODY = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """A caller's id, and its request for probabilities; see `Client.generate`.
+    """A caller's id, and its request for probabilities and a service; see `Client.generate`.
 
     Raises:
         InvalidArgument: `top_logprobs` without log probabilities, or a value that is out of its range or no number.
@@ -66,6 +72,7 @@ class RequestOptions:
     request_id: str = ""
     prompt_logprobs: int | None = None
     tenant: Tenant = ANYBODY
+    service: ServiceGoal | None = None
 
     def __post_init__(self) -> None:
         require_text(self.request_id, "request_id")

@@ -62,6 +62,7 @@ class VerifierStatus:
     drafting_here_s: float = 0.0
     context_length: int = 0
     server: str = ""
+    gap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,7 @@ SAMPLING = Table(
 _PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
 STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
 STEERING_REQUEST = Table(t.SteeringRequest, pb.SteeringRequest, precision=_PRECISION)
+_SERVICE = Table(t.ServiceGoal, pb.ServiceGoal)
 OPEN = Table(
     t.Open,
     pb.Open,
@@ -252,6 +253,7 @@ OPEN = Table(
     drafts_here=optional_number,
     learning=optional(Table(t.Learning, pb.Learning)),
     prompt_logprobs=optional_number,
+    service=optional(_SERVICE),
 )
 CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
 _FRAME_REPORT = Table(
@@ -563,7 +565,7 @@ DRAFTER_PRIOR = Table(t.DrafterPrior, pb.DrafterPrior)
 PRIOR = Table(
     t.DraftingPrior, pb.DraftingPrior, drafters=many(DRAFTER_PRIOR, t.MAX_REPORTED_DRAFTERS, "prior.drafters")
 )
-LEASE_REQUEST = Table(t.LeaseRequest, pb.LeaseRequest)
+LEASE_REQUEST = Table(t.LeaseRequest, pb.LeaseRequest, service=optional(_SERVICE))
 LEASE = Table(
     t.Lease,
     pb.Lease,
@@ -571,6 +573,7 @@ LEASE = Table(
     chat_template=optional(FILE),
     drafters=many(MANIFEST),
     prior=one(PRIOR),
+    service=optional(_SERVICE),
 )
 REPORT = Table(
     t.SessionReport,

@@ -8,14 +8,15 @@ Seconds are floats.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.settings import option
@@ -265,6 +266,84 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+# --- service ---
+
+_FIGURES = {"gap_ms": NumberRange(1.0, 600_000.0), "first_token_ms": NumberRange(1.0, 600_000.0)}
+_FORMS = """must be "interactive", "batch" or figures such as {"gap_ms": 75, "first_token_ms": 500}"""
+
+
+class ServiceClass(IntEnum):
+    """Class of a text by the worth of its service, the least first; one whose user asks for nothing is interactive."""
+
+    BATCH = 0
+    INTERACTIVE = 1
+    FIGURES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceGoal:
+    """Service that a text asks for; it decides when the text's tokens come, and never which.
+
+    Attributes:
+        batch: whether nobody waits for the text.
+        gap_s: longest time from one commit to the next, in seconds; 0: not asked for.
+        first_token_s: longest time to the first token, in seconds; 0: not asked for.
+    """
+
+    batch: bool = False
+    gap_s: float = 0.0
+    first_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, bounds in _FIGURES.items():
+            value = 1e3 * getattr(self, name.replace("_ms", "_s"))
+            within = value == 0 or bounds.allows(value)
+            require(within, "service", f"has {name} = {value:g}; give milliseconds in {bounds}, or leave it out")
+        figures = bool(self.gap_s or self.first_token_s)
+        require(not (self.batch and figures), "service", "is batch and has figures; leave one of them out")
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Return the goal that a request, an option or a file names: a word, figures, or their JSON as text.
+
+        Raises:
+            InvalidArgument: it is none of these, or a figure is out of range; the message names it.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise InvalidArgument(f"{_FORMS}; this is no JSON", field="service") from error
+        if value in ("interactive", "batch"):
+            return cls(batch=value == "batch")
+        require(isinstance(value, Mapping) and bool(value), "service", _FORMS)
+        for name, number in value.items():
+            require(name in _FIGURES, "service", f"has {str(name)[:40]!r}; its figures are {', '.join(_FIGURES)}")
+            message = f"has {name} = {str(number)[:40]}; give milliseconds in {_FIGURES[name]}, or leave it out"
+            require(_FIGURES[name].allows(number), "service", message)
+        return cls(gap_s=value.get("gap_ms", 0) / 1e3, first_token_s=value.get("first_token_ms", 0) / 1e3)
+
+    def __str__(self) -> str:
+        """Return the text that `parse` takes."""
+        if not self.has_figures:
+            return "batch" if self.batch else "interactive"
+        figures = {name: 1e3 * getattr(self, name.replace("_ms", "_s")) for name in _FIGURES}
+        return "{" + ", ".join(f'"{name}": {number:.9g}' for name, number in figures.items() if number) + "}"
+
+    @property
+    def has_figures(self) -> bool:
+        return bool(self.gap_s or self.first_token_s)
+
+
+def class_of(service: ServiceGoal | None) -> ServiceClass:
+    """Return the class of a text that asks for this service; None: for nothing."""
+    if service is None or not (service.batch or service.has_figures):
+        return ServiceClass.INTERACTIVE
+    return ServiceClass.BATCH if service.batch else ServiceClass.FIGURES
+
+
 # --- tokens ---
 
 
@@ -476,6 +555,7 @@ class Open:
     trees: bool = False
     isolation: bytes = field(default=b"", repr=False)
     context_length: int = 0
+    service: ServiceGoal | None = None
 
     def __post_init__(self) -> None:
         most = f"has more than {MAX_ISOLATION_BYTES} bytes; send a hash"
@@ -784,6 +864,7 @@ class LeaseRequest:
     epoch: int = 0
     suspected: bool = False
     context_length: int = 0
+    service: ServiceGoal | None = None
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")
@@ -844,6 +925,8 @@ class Lease:
     release: str = ""
     context_length: int = 0
     ask_again_s: float = 0.0
+    service: ServiceGoal | None = None
+    service_unkept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from tokenizers import Tokenizer
 from outrider.cloud.grammar.grammar_compiler import compile_grammar, make_tokenizer
 from outrider.edge.daemon.schema import sources_of
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Grammar, GrammarKind
+from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.testing import write_keys
+from outrider.proto.types import Grammar, GrammarKind, ServiceGoal
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TEXT = '{"type": "object", "properties": {"a": {"type": "string"}}}'
@@ -57,6 +59,9 @@ def test_vllms_fields_for_structure_become_grammars(live, fields, grammar) -> No
         ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "leave one out"),
         ({"max_tokens": 0}, "max_tokens", "without echo"),
+        ({"service": "slow"}, "service", '"interactive", "batch" or figures'),
+        ({"service": {"gap_ms": 0}}, "service", "gap_ms = 0; give milliseconds in 1..600000"),
+        ({"service": {"gap": 5}}, "service", "its figures are gap_ms, first_token_ms"),
     ],
 )
 def test_what_would_mean_another_answer_is_refused_with_the_reason(live, fields, param, words) -> None:
@@ -96,6 +101,29 @@ def test_a_grammar_that_the_verifier_refuses_is_named_as_the_client_gave_it(live
 def test_what_changes_nothing_here_is_taken_without_a_word(live, fields) -> None:
     reply = live.complete(**fields)
     assert (reply.status, reply.headers["X-Outrider-Ignored"]) == (200, None)
+
+
+GAP = ServiceGoal(gap_s=0.075)
+
+
+def test_the_service_of_a_request_reaches_every_one_of_its_texts(live) -> None:
+    live.complete(prompt=["a", "b"], n=2, service={"gap_ms": 75})
+    live.chat(service="batch", stream=True)
+    live.post("/v1/responses", {"model": "tiny", "input": "hi", "service": {"gap_ms": 75}})
+    messages = [{"role": "user", "content": "hi"}]
+    live.post("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": messages, "service": "interactive"})
+    live.complete(service=None)
+    asked = [options["service"] for _, _, options in live.client.asked]
+    assert asked == [GAP] * 4 + [ServiceGoal(batch=True), GAP, ServiceGoal(), None]
+
+
+def test_a_key_has_a_service_for_requests_that_ask_for_none(start, tmp_path) -> None:
+    key = Key("alice", secret_sha256("alices"), service=ServiceGoal(batch=True))
+    with start(api_keys=write_keys(tmp_path / "keys.toml", key)) as live:
+        body = {"model": "tiny", "prompt": "a"}
+        for more in ({}, {"service": {"gap_ms": 75}}):
+            assert live.post("/v1/completions", body | more, Authorization="Bearer alices").status == 200
+        assert [options["service"] for _, _, options in live.client.asked] == [ServiceGoal(batch=True), GAP]
 
 
 def test_an_echoed_prompt_comes_before_each_text_whole_and_streamed(live) -> None:

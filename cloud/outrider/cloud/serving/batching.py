@@ -2,7 +2,8 @@
 
 Sessions that have what they wait for are due, and so are those that still read a prompt. Sessions that wait for
 drafts are co-scheduled where a row costs less than a step of their own, and a step that only decodes is delayed while
-drafts that are about to arrive make tokens come faster. The engine and the simulator share these rules.
+drafts that are about to arrive make tokens come faster. Where sessions have asked for a service, `service_goals` says
+what such a step is held to. The engine and the simulator share these rules.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from outrider.cloud.serving.service_goals import StepGoals, prompt_order
 from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
 from outrider.proto.policy import Smoothed
 from outrider.proto.policy.patience import StepCost, batching_delay_s
 from outrider.proto.session.verifier import VerifierRules, tokens_before_scores, unscored_tokens
-from outrider.proto.types import BlockBranch, DraftToken, token_ids
+from outrider.proto.types import BlockBranch, DraftToken, ServiceClass, class_of, token_ids
 
 if TYPE_CHECKING:
     from outrider.cloud.serving.slots import Slot
@@ -181,22 +183,32 @@ class Batching:
         waiting: list[Slot] = []
         reading: list[Slot] = []
         wake_at = math.inf
-        for slot in candidates:
+        slots = list(candidates)
+        goals = StepGoals.of(slots, self.cost)
+        for slot in slots:
             if slot.num_uncomputed_tokens > 1:
                 reading.append(slot)
-            elif (ready_at := slot.session.ready_at(self.base_s, self.row_s)) <= now:
+                continue
+            ready_at = slot.session.ready_at(self.base_s, self.row_s)
+            if goals is not None:
+                ready_at = min(ready_at, goals.begin_by(slot))
+            if ready_at <= now:
                 due.append(slot)
             else:
                 waiting.append(slot)
                 wake_at = min(wake_at, ready_at)
         if not (due or reading):
             return Batch(wake_at=wake_at)
-        co_scheduled = [slot for slot in waiting if slot.session.joins_any_step]
-        if not reading and (delay_s := self._delay_s(due, co_scheduled, now)) > MIN_DELAY_S:
+        pressing = goals.due_s if goals is not None else {}  # which do not wait for the step after this one
+        co_scheduled = [slot for slot in waiting if slot.session.joins_any_step or slot in pressing]
+        if not reading and (delay_s := self._delay_s(due, co_scheduled, now, goals)) > MIN_DELAY_S:
             return Batch(wake_at=now + delay_s, delayed=True)
+        decoding: Sequence[Slot] = (*due, *co_scheduled)
+        if goals is not None:
+            decoding = goals.taking_part(decoding, now)
         if self.limit.rows < math.inf:
-            return Batch(self._limited_shares((*due, *co_scheduled), reading, now))
-        return Batch(self._shares((*due, *co_scheduled), reading, now))
+            return Batch(self._limited_shares(decoding, reading, now))
+        return Batch(self._shares(decoding, reading, now, goals))
 
     def share_of(self, slot: Slot, max_tokens: int) -> Share:
         """Return the next `max_tokens` of a transcript, followed by the drafts where these are the last."""
@@ -206,18 +218,53 @@ class Batching:
         block = slot.session.block(self.base_s, self.row_s)
         return Share(slot, uncomputed, block, slot.session.branches)
 
-    def _delay_s(self, due: Sequence[Slot], waiting: Sequence[Slot], now: float) -> float:
-        """Return by how many seconds to delay the step, because others will have their drafts by then."""
+    def _delay_s(
+        self, due: Sequence[Slot], waiting: Sequence[Slot], now: float, goals: StepGoals | None = None
+    ) -> float:
+        """Return by how many seconds to delay the step, because others will have their drafts by then.
+
+        The step still ends in time for the goals, with the drafts that are there already.
+        """
         if not waiting:
             return 0.0
         prospects = [slot.session.prospect(self.base_s, self.row_s, now) for slot in waiting]
         tokens = sum(slot.session.prospect(self.base_s, self.row_s, now).tokens_now for slot in due)
-        return batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
+        delay_s = batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
+        if goals is None:
+            return delay_s
+        slots = (*due, *waiting)
+        rows = sum(1 + min(len(slot.session.drafts()), slot.session.max_useful_drafts) for slot in slots)
+        return min(delay_s, goals.slack_s(slots, now) - self.cost.seconds(rows))
 
-    def _shares(self, decoding: Sequence[Slot], reading: Sequence[Slot], now: float) -> tuple[Share, ...]:
+    def _shares(
+        self, decoding: Sequence[Slot], reading: Sequence[Slot], now: float, goals: StepGoals | None = None
+    ) -> tuple[Share, ...]:
         """Return shares of all sessions that decode, and of prompts as far as there is room."""
         shares = [self.share_of(slot, 1) for slot in decoding]
+        if goals is not None and (slack_s := goals.slack_s(decoding, now)) < math.inf:
+            return self._held_shares(shares, reading, now, goals, slack_s)
         room = self._prefill_rows(sum(share.num_rows for share in shares))
+        return (*shares, *self._prompts(reading, room, now))
+
+    def _held_shares(
+        self, shares: Sequence[Share], reading: Sequence[Slot], now: float, goals: StepGoals, slack_s: float
+    ) -> tuple[Share, ...]:
+        """Return the shares of a step that should end within `slack_s`, less what is given up for that.
+
+        Prompts keep a few rows, but for those of batch sessions, which do once one has waited for `MAX_WAIT_S`.
+        """
+        must_read = any(
+            class_of(slot.session.service) is not ServiceClass.BATCH or now - slot.ready_since > MAX_WAIT_S
+            for slot in reading
+        )
+        kept, prefill_row_s = MIN_PREFILL_ROWS if must_read else 0, self.prefill_row_s.value
+        drafts = [(share.slot, share.num_drafts) for share in shares]
+        given_up = goals.rows_to_cut(drafts, kept * prefill_row_s, now)
+        shares = [cut(share, share.num_rows - given_up[share.slot]) for share in shares]
+        rows = sum(share.num_rows for share in shares)
+        room = self._prefill_rows(rows)
+        if prefill_row_s:
+            room = max(kept, min(room, int((slack_s - self.cost.seconds(rows)) / prefill_row_s)))
         return (*shares, *self._prompts(reading, room, now))
 
     def _prefill_rows(self, decoding_rows: int) -> int:
@@ -233,12 +280,12 @@ class Batching:
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
 
     def _prompts(self, reading: Sequence[Slot], room: int, now: float) -> list[Share]:
-        """Return shares of prompts within `room` rows, drafts aside: the shortest first.
+        """Return shares of prompts within `room` rows, drafts aside: the shortest first, as `prompt_order` has it.
 
         Half of the room is kept for the prompt that has waited longest, once that is longer than `MAX_WAIT_S`: short
         ones pass a long one, and never stop it. Of prompts that are scored `MAX_SCORED_ROWS` are read at most.
         """
-        shortest_first = sorted(reading, key=lambda slot: slot.num_uncomputed_tokens)
+        shortest_first = sorted(reading, key=prompt_order)
         overdue = [slot for slot in reading if now - slot.ready_since > MAX_WAIT_S]
         kept = 0
         if overdue:

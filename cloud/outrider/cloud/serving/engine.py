@@ -127,7 +127,7 @@ class EngineCore:
         self.source = source or NoSource()
         self.heart = Heartbeat(clock)
         self.inbox = Inbox(ring)
-        self.sessions = Sessions(backend, rules, max_sessions, metrics.commit, metrics.begin_text)
+        self.sessions = Sessions(backend, rules, max_sessions, metrics.commit, metrics.begin_text, metrics.end_service)
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self.step_s = Smoothed()
         self.lessons = lessons or NoLessons()

@@ -20,6 +20,7 @@ from outrider.proto.errors import Fenced, Internal, InvalidArgument, OutriderErr
 from outrider.proto.lease import text_name
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.service_record import ServiceRecord
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
     BlockBranch,
@@ -61,11 +62,12 @@ class Sessions:
         max_sessions: int,
         count: Callable[[Commit], None] = lambda _: None,
         count_cached: Callable[[int, int], None] = lambda *_: None,
+        count_service: Callable[[ServiceRecord], None] = lambda _: None,
     ) -> None:
         """Serve at most `max_sessions` sessions with the pages of `backend`.
 
         `count` sees every commit before its edge can. `count_cached` sees the length of a transcript that begins to be
-        computed, and how much of it is cached.
+        computed, and how much of it is cached. `count_service` sees what became of an ended text's service.
         """
         self.draining = False
         self.failed = False
@@ -76,6 +78,7 @@ class Sessions:
         self.max_sessions = max_sessions
         self._count = count
         self._count_cached = count_cached
+        self._count_service = count_service
         self._by_key: dict[int, Slot] = {}
         self._parked: dict[Slot, float] = {}  # waiting for their next turn, until when; longest idle first
 
@@ -241,7 +244,18 @@ class Sessions:
         self._count(commit)
         slot.outbox.put(commit)
         if commit.finish is not None:
+            self._note_service(slot)
             self.park(slot, now)
+
+    def _note_service(self, slot: Slot) -> None:
+        record = slot.session.record
+        if record is None:
+            return
+        self._count_service(record)
+        if record.missed:
+            line = "the service %s of a text was missed: %d of %d gaps were kept, its first token took %.3f s"
+            where = about(slot.session.id, self.rules.name)
+            log.info(line, record.goal, record.kept, record.gaps, record.first_token_s, extra=where)
 
     def masked(self, shares: Sequence[Share], now: float, wake: Callable[[], None]) -> list[Share]:
         """Return the shares whose grammar, if any, has its masks ready.

@@ -18,8 +18,9 @@ from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.steps import StepTiming
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
+from outrider.proto.session.service_record import ServiceRecord
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
-from outrider.proto.types import Commit
+from outrider.proto.types import Commit, class_of
 
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
@@ -88,6 +89,11 @@ class VerifierMetrics(Collector):
         )
         self.killed_grammars = counter(
             "verifier_killed_grammars", "Grammars refused because compiling them took too much time or memory."
+        )
+        self._services = counter(
+            "verifier_service_texts",
+            "Texts that asked for a service and have ended, by class (batch, interactive, figures) and outcome.",
+            labels=("service", "outcome"),
         )
         self._lessons = counter(
             "verifier_lessons", "Verified positions kept for the trainer, by kind.", labels=("kind",)
@@ -180,6 +186,11 @@ class VerifierMetrics(Collector):
             counts.vector_bytes += len(commit.steering.values)
         if commit.finish is not None:
             self._finished.labels(*self._whose, commit.finish.name.lower()).inc()
+
+    def end_service(self, record: ServiceRecord) -> None:
+        """Count a text that has ended by what became of its service."""
+        outcome = "missed" if record.missed else "kept"
+        self._services.labels(*self._whose, class_of(record.goal).name.lower(), outcome).inc()
 
     def watch_drafting(self, drafter: str, queue: Callable[[], int]) -> None:
         """Show `drafter` (name@version) as the verifier's own; `queue` counts the jobs that wait for a thread."""

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2_grpc
 from outrider.cloud.models.family_index import chat_template_json
 from outrider.cloud.serving.decode_streams import DecodeStreams
 from outrider.cloud.serving.engine_health import VerifierHealth
+from outrider.cloud.serving.service_goals import least_gap_s
 from outrider.cloud.serving.steps import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.address import is_local_address
@@ -192,6 +193,7 @@ class VerifierServer:
             verified_here=counts.verified_here,
             accepted_here=counts.accepted_here,
             drafting_here_s=counts.drafting_here_s,
+            gap_s=least_gap_s(self._engine.sessions.running(), self._engine.batching.cost),
         )
 
     @property

@@ -11,6 +11,7 @@ from outrider.deploy.commands.edge_options import KeySettings
 from outrider.edge.edge_config import CONNECTION, EdgeConfig
 from outrider.proto.address import without_http
 from outrider.proto.settings import REQUIRED, Settings, at_least, option
+from outrider.proto.types import ServiceGoal
 
 ADDRESS = "HOST:PORT"
 
@@ -66,6 +67,12 @@ class NewKeySettings(Settings):
     tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
     admin: bool = option(False, "allow `outrider status` and `outrider drain`")
     learning: bool = option(False, "allow learning from its texts, where its edges share them too (--share-texts)")
+    service: ServiceGoal | None = option(
+        None,
+        "service of texts that ask for none: interactive, batch, or figures, '{\"gap_ms\": 75}'; not set: none",
+        metavar="CLASS|JSON",
+        parse=ServiceGoal.parse,
+    )
     append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
     forget: bool = option(False, "make no key: drop this one's texts that drafters of a Ray cluster would learn from")
     ray_address: str = option("auto", "with --forget: address of the Ray cluster", metavar="ADDRESS")

@@ -177,6 +177,24 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
         "seed": seed,
         "drafter": observers[0].drafter if observers else "none",
         "drafter_error": errors[0] if errors else None,
+        **_service_of(observers),
+    }
+
+
+def _service_of(observers: Sequence[TextObserver]) -> dict[str, Any]:
+    """Return what became of the service that the texts asked for, at their verifiers; empty: they asked for none."""
+    records = [record for observer in observers if (record := observer.statistics.service) is not None]
+    if not records:
+        return {}
+    return {
+        "service": {
+            "goal": str(records[0].goal),
+            "gaps": sum(record.gaps for record in records),
+            "gaps_kept": sum(record.kept for record in records),
+            "first_token_ms": round(1e3 * max(record.first_token_s for record in records), 3),
+            "missed": any(record.missed for record in records),
+            "unlikely": any(record.unlikely for record in records),
+        }
     }
 
 

@@ -179,6 +179,7 @@ class Generation:
             shown=request.tools.shown if request.tools else (),
             prompt_logprobs=request.prompt_scores,
             tenant=tenant_of(self._key),
+            service=request.service or (self._key.service if self._key is not None else None),
         )
         try:
             async with aclosing(events):

@@ -18,7 +18,16 @@ from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
 from outrider.edge.daemon.generation import Generation, Service, Step
 from outrider.edge.daemon.http_errors import MESSAGES, NO_THREADS, ApiError, error_body, invalid, json_response
 from outrider.edge.daemon.parsed_request import parse
-from outrider.edge.daemon.schema import MAX_MESSAGES, ChatRequest, Stops, Strict, refuse, unless, within
+from outrider.edge.daemon.schema import (
+    MAX_MESSAGES,
+    ChatRequest,
+    ServiceField,
+    Stops,
+    Strict,
+    refuse,
+    unless,
+    within,
+)
 from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -107,6 +116,7 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float | None, within("top_p")] = None
     top_k: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None  # vLLM's
+    service: ServiceField = None  # our own
     thread: Any = None
     container: Annotated[Any, unless()] = None
     mcp_servers: Annotated[Any, unless([])] = None
@@ -298,6 +308,7 @@ def _message(request: MessagesRequest, state: Mapping[str, Any]) -> Adapted:  # 
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
+        service=request.service,
         response_format={"type": "json_schema", "json_schema": named} if named is not None else None,
     )
     return Adapted(chat, partial(MessageAnswer, request))

@@ -24,7 +24,7 @@ from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, g
 from outrider.edge.tool_calls.formats import ToolFormat
 from outrider.edge.tool_calls.reading import CallParser
 from outrider.proto.errors import InvalidArgument, PromptTooLong
-from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling
+from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling, ServiceGoal
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
@@ -79,6 +79,7 @@ class ParsedRequest:
         echo: prompts that are repeated before their texts; empty: none.
         prompt_logprobs: number of likeliest tokens to name beside each token of the prompt; None: not requested.
         has_text: whether a text is requested; false: the prompt alone is repeated.
+        service: service of the texts; None: the request asks for none.
     """
 
     choices: tuple[Choice, ...]
@@ -94,6 +95,7 @@ class ParsedRequest:
     echo: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
     has_text: bool = True
+    service: ServiceGoal | None = None
 
     @property
     def scored_echo(self) -> bool:
@@ -194,6 +196,7 @@ def _parsed(
         tools=tools,
         grammar_field=grammar_field,
         prompt_logprobs=request.prompt_logprobs,
+        service=request.service,
     )
 
 

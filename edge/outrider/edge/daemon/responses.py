@@ -23,7 +23,7 @@ from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
 from outrider.edge.daemon.generation import Generation, Service, Step
 from outrider.edge.daemon.http_errors import ApiError, invalid, json_response
 from outrider.edge.daemon.response_store import KeptItem, KeptResponse, ResponseStore
-from outrider.edge.daemon.schema import ChatRequest, Strict, refuse, unless, within
+from outrider.edge.daemon.schema import ChatRequest, ServiceField, Strict, refuse, unless, within
 from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -140,6 +140,7 @@ class ResponsesRequest(Strict):
     background: Annotated[Any, unless(False, why="is not supported here; leave it out, and stream")] = None
     conversation: Annotated[Any, unless(why=f"is not supported here; {_STATELESS}")] = None
     prompt: Annotated[Any, unless(why=f"is not supported here; {_STATELESS}")] = None
+    service: ServiceField = None  # our own
     # vLLM's
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
@@ -444,6 +445,7 @@ def _chat(request: ResponsesRequest, items: list[KeptItem]) -> ChatRequest:
         tools=[tool.for_chat for tool in request.tools] if request.tools else None,
         tool_choice=chat_tool_choice(request.tool_choice) if request.tools else None,
         parallel_tool_calls=request.parallel_tool_calls,
+        service=request.service,
     )
 
 

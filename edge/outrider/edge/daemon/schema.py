@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.edge.daemon.http_errors import from_outrider
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, Grammar, GrammarKind
+from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, Grammar, GrammarKind, ServiceGoal
 
 MAX_TOOLS = 128
 MAX_DEPTH = 100  # of schemas and arguments
@@ -312,6 +312,14 @@ def _for_template(value: Any) -> Any:
     return value
 
 
+def _service(value: Any) -> ServiceGoal | None:
+    try:
+        return None if value is None else ServiceGoal.parse(value)
+    except InvalidArgument as error:
+        raise refuse(error.message) from error
+
+
+ServiceField = Annotated[ServiceGoal | None, BeforeValidator(_service)]
 _NO_SUFFIX = "is not supported here: models have their own notations for a gap; write the prompt in that of the model"
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]] | None,
@@ -414,6 +422,7 @@ class Request(Strict):
     frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
     logit_bias: dict[TokenKey, Annotated[float, within("logit_bias")]] | None = None
     response_format: ResponseFormat | None = None
+    service: ServiceField = None  # our own
     # vLLM's
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
     min_p: Annotated[float | None, within("min_p")] = None

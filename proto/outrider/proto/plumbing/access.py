@@ -8,6 +8,7 @@ Keys live in a TOML file, one table a key (`outrider key NAME` makes one):
     tokens_per_minute = 6000   # on average, a minute's worth at once; absent: no limit
     admin = true               # may see the status and drain verifiers; absent: no
     learning = true            # drafters may learn from its texts, where its edge or daemon does; absent: no
+    service = "batch"          # of texts that ask for none, or { gap_ms = 75, first_token_ms = 500 }; absent: none
 
 Secrets are 256 random bits, so a plain SHA-256 reveals nothing of one; salt and stretching protect passwords.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import re
 import secrets
@@ -27,9 +29,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
+from outrider.proto.errors import ConfigError, InvalidArgument, ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.files import Watched
-from outrider.proto.types import SHA256
+from outrider.proto.types import SHA256, ServiceGoal
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Key:
         admin: whether it may see the coordinator's status and drain verifiers.
         learning: whether verifiers may keep its texts for a day, to train drafters, where its edges allow that too; a
             daemon's: whether that may share them, keep its answers and learn from them there.
+        service: service of its texts that ask for none; None: none.
 
     Raises:
         ConfigError: a value is wrong; the field is named.
@@ -63,6 +66,7 @@ class Key:
     tokens_per_minute: int | None = None
     admin: bool = False
     learning: bool = False
+    service: ServiceGoal | None = None
 
     def __post_init__(self) -> None:
         where = f"keys.{self.name}"
@@ -87,6 +91,7 @@ class Key:
         lines = [f"[keys.{name}]", f'sha256 = "{self.sha256}"']
         lines += [f"{f} = {getattr(self, f)}" for f in ("max_sessions", "tokens_per_minute") if getattr(self, f)]
         lines += [f"{f} = true" for f in ("admin", "learning") if getattr(self, f)]
+        lines += [f"service = {json.dumps(str(self.service))}"] if self.service is not None else []
         return "\n".join(lines) + "\n"
 
 
@@ -200,7 +205,11 @@ def _key(name: str, table: Any) -> Key:
             raise ConfigError(f"is no field; there are {', '.join(known)}", field=f"keys.{name}.{field_name}")
     if "sha256" not in table:
         raise ConfigError("is missing; `outrider key NAME` prints it", field=f"keys.{name}.sha256")
-    return Key(name, **table)
+    try:
+        given = {"service": ServiceGoal.parse(table["service"])} if "service" in table else {}
+    except InvalidArgument as error:
+        raise ConfigError(error.message, field=f"keys.{name}.service") from error
+    return Key(name, **{**table, **given})
 
 
 class Bucket:

@@ -501,6 +501,16 @@ class StepCost:
         """Return the seconds of a step of `rows` rows; 0 before the first, along the last slope beyond the largest."""
         return _along(self._curve(), rows)
 
+    def hoped_seconds(self, rows: float) -> float:
+        """Return `seconds` of a step, but in proportion to its rows below the smallest that was met.
+
+        Whoever hopes for such a step makes one, and knows then.
+        """
+        curve = self._curve()
+        if curve and rows < curve[0][0]:
+            return curve[0][1] * rows / curve[0][0]
+        return _along(curve, rows)
+
     def _curve(self) -> list[tuple[float, float]]:
         """Return (rows, seconds) of each octave with measurements, fitted so that more rows never take less time."""
         pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, and rows of its octaves

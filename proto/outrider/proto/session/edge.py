@@ -73,6 +73,7 @@ from outrider.proto.types import (
     PromptLogprobs,
     Report,
     Sampling,
+    ServiceGoal,
     Steering,
     token_ids,
 )
@@ -217,6 +218,15 @@ class EdgeSession:
     @property
     def sampling(self) -> Sampling:
         return self._text.frame.sampling
+
+    @property
+    def service(self) -> ServiceGoal | None:
+        """Service that the text asks for; None: none."""
+        return self._text.frame.service
+
+    def take_service(self, service: ServiceGoal | None, *, unkept: bool) -> None:
+        """Ask for the service of a lease, before its stream opens; see `EdgeText.take_service`."""
+        self._text.take_service(service, unkept=unkept)
 
     @property
     def done(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.policy.measurements import BETTER
 from outrider.proto.session.events import Done, Emit, Reopen
+from outrider.proto.session.service_record import ServiceRecord
 from outrider.proto.types import (
     LATER_SETTINGS,
     MAX_TOKEN_ID,
@@ -19,6 +20,7 @@ from outrider.proto.types import (
     PromptLogprobs,
     Report,
     Sampling,
+    ServiceGoal,
     SteeringRequest,
     TokenFacts,
     token_ids,
@@ -67,6 +69,7 @@ class EdgeStatistics:
         vector_age: sum over these of the positions from the vector's own to the one that the first draft follows.
         of_drafters: counts by name, for each drafter that was active or caught up.
         read: tokens that idle drafters caught up with.
+        service: what became of the service that the text asked for; None: it asked for none.
     """
 
     committed: int = 0
@@ -104,6 +107,7 @@ class EdgeStatistics:
     of_drafters: dict[str, DrafterCounts] = field(default_factory=dict)
     switches: int = 0
     read: int = 0
+    service: ServiceRecord | None = None
 
     def of(self, drafter: str) -> DrafterCounts:
         if drafter not in self.of_drafters:
@@ -125,7 +129,7 @@ class EdgeText:
         self.frame = frame
         self.tokens: list[int] = [*frame.prompt, *frame.committed]
         self.prompt_length = len(frame.prompt)
-        self.statistics = EdgeStatistics()
+        self.statistics = EdgeStatistics(service=ServiceRecord(frame.service) if frame.service is not None else None)
         self.turns = 0
         self.done = False
         self.finish: FinishReason | None = None
@@ -152,9 +156,18 @@ class EdgeText:
             round_trip_s=self.statistics.round_trip_s,
             drafter_error=self.statistics.drafter_error,
             steered=self.statistics.steered,
+            service=self.statistics.service.fresh() if self.statistics.service is not None else None,
         )
         self.turns += 1
         self.done, self.finish = False, None
+
+    def take_service(self, service: ServiceGoal | None, *, unkept: bool) -> None:
+        """Ask for the service that a lease names, unless the text asks for another; None: it names none."""
+        if service is not None and self.frame.service is None:
+            self.frame = replace(self.frame, service=service)
+            self.statistics.service = ServiceRecord(service)
+        if self.statistics.service is not None:
+            self.statistics.service.unlikely = unkept
 
     @property
     def lacks_prompt(self) -> bool:
@@ -173,6 +186,8 @@ class EdgeText:
             self.statistics.cached_tokens = min(commit.cached_tokens, self.prompt_length)
             prompt = tuple(self.prompt)
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
+        if self.statistics.service is not None and drafted:
+            self.statistics.service.take(commit, first=not self.generated)
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)
         self.statistics.accepted_cloud += min(commit.accepted_here, sum(drafted))  # they come last

@@ -37,6 +37,7 @@ from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.selection import DrafterName
+from outrider.proto.session.service_record import ServiceRecord
 from outrider.proto.types import (
     LATER_SETTINGS,
     PROTOCOL_VERSION,
@@ -64,6 +65,7 @@ from outrider.proto.types import (
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 PROBE_RARELY_EVERY = 48  # where the verifier drafts itself
+RATE_FADE = 0.9  # of what is known of a session's rate, at each commit
 _UNKNOWN_SHARE = 0.4  # of misses whose token is the first of a branch, where its edge does not say
 
 _Candidate = tuple[Run, tuple[DraftToken, ...]]
@@ -137,6 +139,8 @@ class VerifierSession:
         pays: whether the edge's drafts are worth their while.
         wants_logp: whether commits have log probabilities.
         branches: branches that the step of the newest block verifies beside it.
+        service: service that the text asks for; None: none.
+        record: what became of it.
     """
 
     def __init__(self, frame: Open, rules: VerifierRules, now: float, here: DraftingHere | None = None) -> None:
@@ -182,6 +186,9 @@ class VerifierSession:
         self.pays = True
         self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
         self.branches: tuple[BlockBranch, ...] = ()
+        self.service = frame.service
+        self.record = ServiceRecord(frame.service) if frame.service is not None else None
+        self._recent_tokens = self._recent_s = 0.0
         self._trees = rules.trees and frame.trees
         self._patience = frame.patience or rules.patience
         self._window = frame.window or rules.max_credit
@@ -258,6 +265,10 @@ class VerifierSession:
     @property
     def generated(self) -> int:
         return len(self.transcript) - self.prompt_length
+
+    def rate(self, now: float) -> float:
+        """Return the tokens a second of late, with the time since the newest commit; 0: not known yet."""
+        return self._recent_tokens / (self._recent_s + now - self.ready_since) if self._recent_s else 0.0
 
     @property
     def chain(self) -> int:
@@ -460,7 +471,7 @@ class VerifierSession:
             sampling=self.sampling,
             eos_tokens=self.eos_tokens,
         )
-        start, ids = len(self.transcript), token_ids(tokens)
+        start, ids, first = len(self.transcript), token_ids(tokens), not self.generated
         ends = self.ends
         self.transcript.extend(ids)
         if not self.pays:
@@ -470,11 +481,14 @@ class VerifierSession:
         drafting_s = 0.0
         if ends is not None:
             drafting_s, ends.edge_rests = ends.commit(ids, now), not self.credit
+        if not first:
+            self._recent_tokens = RATE_FADE * self._recent_tokens + len(ids)
+            self._recent_s = RATE_FADE * self._recent_s + now - self.ready_since
         self.ready_since, self._plan = now, None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
         self._without_vector = self._without_vector + 1 if steering is None else 0
         cached_tokens, self.cached_tokens = self.cached_tokens, 0
-        return Commit(
+        commit = Commit(
             start=start,
             tokens=tokens if self.wants_logp else tuple([token._replace(logp=None) for token in tokens]),
             accepted=accepted,
@@ -498,6 +512,9 @@ class VerifierSession:
             cached_tokens=cached_tokens,
             epoch=self.epoch,
         )
+        if self.record is not None:
+            self.record.take(commit, first=first)
+        return commit
 
 
 def tokens_before_scores(session: VerifierSession, uncomputed: int) -> int:

@@ -142,7 +142,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees", "isolation", "prompt_logprobs_from", "context_length")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees", "isolation", "prompt_logprobs_from", "context_length", "service")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class Open(_message.Message):
     ISOLATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -193,7 +194,18 @@ class Open(_message.Message):
     isolation: bytes
     prompt_logprobs_from: int
     context_length: int
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., trees: _Optional[bool] = ..., isolation: _Optional[bytes] = ..., prompt_logprobs_from: _Optional[int] = ..., context_length: _Optional[int] = ...) -> None: ...
+    service: ServiceGoal
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., trees: _Optional[bool] = ..., isolation: _Optional[bytes] = ..., prompt_logprobs_from: _Optional[int] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ...) -> None: ...
+
+class ServiceGoal(_message.Message):
+    __slots__ = ("batch", "gap_s", "first_token_s")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    GAP_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    batch: bool
+    gap_s: float
+    first_token_s: float
+    def __init__(self, batch: _Optional[bool] = ..., gap_s: _Optional[float] = ..., first_token_s: _Optional[float] = ...) -> None: ...
 
 class Learning(_message.Message):
     __slots__ = ("prompt_class",)
@@ -458,7 +470,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes", "precision", "epoch", "suspected", "context_length")
+    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes", "precision", "epoch", "suspected", "context_length", "service")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +484,7 @@ class LeaseRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SUSPECTED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_sha256: str
     session: str
@@ -485,10 +498,11 @@ class LeaseRequest(_message.Message):
     epoch: int
     suspected: bool
     context_length: int
-    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., suspected: _Optional[bool] = ..., context_length: _Optional[int] = ...) -> None: ...
+    service: ServiceGoal
+    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., suspected: _Optional[bool] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release", "context_length", "ask_again_s")
+    __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release", "context_length", "service", "service_unkept", "ask_again_s")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +518,8 @@ class Lease(_message.Message):
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_UNKEPT_FIELD_NUMBER: _ClassVar[int]
     ASK_AGAIN_S_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     verifier: str
@@ -520,8 +536,10 @@ class Lease(_message.Message):
     relayed: bool
     release: str
     context_length: int
+    service: ServiceGoal
+    service_unkept: bool
     ask_again_s: float
-    def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ..., context_length: _Optional[int] = ..., ask_again_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ..., service_unkept: _Optional[bool] = ..., ask_again_s: _Optional[float] = ...) -> None: ...
 
 class DraftingPrior(_message.Message):
     __slots__ = ("drafters",)
@@ -670,7 +688,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierStatus(_message.Message):
-    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision", "drafter_here", "committed_tokens", "drafted_here", "verified_here", "accepted_here", "drafting_here_s", "context_length", "server")
+    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision", "drafter_here", "committed_tokens", "drafted_here", "verified_here", "accepted_here", "drafting_here_s", "context_length", "server", "gap_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -692,6 +710,7 @@ class VerifierStatus(_message.Message):
     DRAFTING_HERE_S_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    GAP_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     model: str
@@ -713,7 +732,8 @@ class VerifierStatus(_message.Message):
     drafting_here_s: float
     context_length: int
     server: str
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ..., drafter_here: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., drafted_here: _Optional[int] = ..., verified_here: _Optional[int] = ..., accepted_here: _Optional[int] = ..., drafting_here_s: _Optional[float] = ..., context_length: _Optional[int] = ..., server: _Optional[str] = ...) -> None: ...
+    gap_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ..., drafter_here: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., drafted_here: _Optional[int] = ..., verified_here: _Optional[int] = ..., accepted_here: _Optional[int] = ..., drafting_here_s: _Optional[float] = ..., context_length: _Optional[int] = ..., server: _Optional[str] = ..., gap_s: _Optional[float] = ...) -> None: ...
 
 class EdgeStatus(_message.Message):
     __slots__ = ("edge", "last", "age_s", "sessions")

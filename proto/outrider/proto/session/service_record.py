@@ -1,0 +1,46 @@
+"""What became of the service that a text asked for, by the verifier's own times in its commits; both sides count it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outrider.proto.types import Commit, ServiceGoal
+
+KEPT_SHARE = 0.95  # of the gaps of a text; its goal is missed below it
+
+
+@dataclass(slots=True)
+class ServiceRecord:
+    """Gaps of one text, counted at the verifier, so that no link adds to them.
+
+    Attributes:
+        goal: service that the text asked for.
+        gaps: times from one commit to the next, of which `kept` were no longer than the goal's.
+        first_token_s: time from the text's beginning at the verifier to its first token, in seconds; 0: there is none.
+        unlikely: whether the coordinator found no verifier that is expected to keep the gap.
+    """
+
+    goal: ServiceGoal
+    gaps: int = 0
+    kept: int = 0
+    first_token_s: float = 0.0
+    unlikely: bool = False
+
+    def fresh(self) -> ServiceRecord:
+        """Return the record of the next turn, of which nothing is counted yet."""
+        return replace(self, gaps=0, kept=0, first_token_s=0.0)
+
+    def take(self, commit: Commit, *, first: bool) -> None:
+        """Count a commit with tokens: the text's `first`, or one that ends a gap."""
+        seconds = commit.timing.queue_s + commit.timing.verify_s
+        if first:
+            self.first_token_s = seconds
+        else:
+            self.gaps += 1
+            self.kept += not self.goal.gap_s or seconds <= self.goal.gap_s
+
+    @property
+    def missed(self) -> bool:
+        """Whether the first token came too late, or more gaps were too long than may be."""
+        late = 0 < self.goal.first_token_s < self.first_token_s
+        return late or self.kept < KEPT_SHARE * self.gaps
