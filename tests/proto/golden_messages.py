@@ -299,13 +299,13 @@ EXAMPLES = {
     "lease that says the context": Example(
         t.Lease(b"", "v0", "", 0.0, "reference", HASH, context_length=4096), codec.encode_lease, codec.decode_lease
     ),
-    "lease that says when to look again": Example(
-        t.Lease(b"", "v0", "", 0.0, "reference", HASH, ask_again_s=12.5), codec.encode_lease, codec.decode_lease
-    ),
     "lease where no gap is kept": Example(
         t.Lease(b"", "v0", "", 0.0, "reference", HASH, service=t.ServiceGoal(gap_s=0.075), service_unkept=True),
         codec.encode_lease,
         codec.decode_lease,
+    ),
+    "lease that says when to look again": Example(
+        t.Lease(b"", "v0", "", 0.0, "reference", HASH, ask_again_s=12.5), codec.encode_lease, codec.decode_lease
     ),
     "lease, least": Example(t.Lease(b"", "", "", 0.0, "", ""), codec.encode_lease, codec.decode_lease),
     "drafters": Example(MANIFESTS, codec.encode_drafters, codec.decode_drafters),

@@ -55,7 +55,7 @@ def decode(
     apart_s: float = 0.0,
     **of_frame: Any,
 ) -> tuple[list[FaultySimulation], float]:
-    """Decode texts of edges that begin `apart_s` one after the other; return their simulations, and when the last ends."""
+    """Decode texts that begin `apart_s` one after the other; return their simulations, and when the last has ended."""
     clock = VirtualClock()
     source = local(clock) if local is not None else None
     verifier = SimulatedVerifier(clock, rules, OracleTarget(oracle), costs, batching, source)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from bad_link import Faults, FaultySimulation
-from local_threads import LocalThreads
 from oracle_drafters import ScriptedDrafters, drafter_of
 from oracle_texts import ORACLE, RULES, decode, own_texts
 
@@ -22,6 +21,7 @@ from outrider.cloud.serving.slots import Slot
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import EdgeFrame, Open, ServiceClass, ServiceGoal, class_of
 from research.simulator.clock import Costs
+from research.simulator.local_threads import LocalThreads
 from research.simulator.simulated_verifier import SimulatedStream, SimulatedVerifier
 
 GAP = ServiceGoal(gap_s=0.075)

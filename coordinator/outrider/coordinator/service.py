@@ -158,9 +158,9 @@ class ControlService:
             NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: see `place`.
             ResourceExhausted: the caller's key has no session or token left.
         """
-        ask_again_s = self._pace.again_in(time.monotonic()) if request.inquiry else 0.0
         if request.service is None and caller.key is not None:
             request = replace(request, service=caller.key.service)
+        ask_again_s = self._pace.again_in(time.monotonic()) if request.inquiry else 0.0
         try:
             _check_lease_request(request)
             verifier = await self._place(request, caller)
@@ -203,9 +203,9 @@ class ControlService:
             ),
             release=release(),
             context_length=verifier.context_length,
-            ask_again_s=ask_again_s,
             service=request.service,
             service_unkept=not kept,
+            ask_again_s=ask_again_s,
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller, *, kept: bool) -> None:

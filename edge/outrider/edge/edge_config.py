@@ -163,7 +163,6 @@ class EdgeConfig(Settings):
         'when tokens should come: interactive, batch, or figures, \'{"gap_ms": 75, "first_token_ms": 500}\'; a '
         "request may ask for another; not set: that of the API key at the coordinator, if it has one",
         metavar="CLASS|JSON",
-        group=CONNECTION,
         parse=ServiceGoal.parse,
         check=ServiceGoal.parse,
     )

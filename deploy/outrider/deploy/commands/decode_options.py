@@ -44,7 +44,7 @@ RUN = Command(
         part(PromptSettings),
         part(
             EdgeConfig,
-            *("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION),
+            *("coordinator", "model", "cache", "service", DRAFTING, SHARING, CONNECTION),
             defaults={"cache": cache_folder},
             helps={"coordinator": "coordinator of a cluster, for its target; not set: --target, in this process"},
         ),

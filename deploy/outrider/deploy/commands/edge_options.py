@@ -162,7 +162,7 @@ CHAT = Command(
     (
         part(TalkSettings),
         part(MarkSettings),
-        edge_part(*WHERE, "chat_template", DRAFTING, SHARING, CONNECTION),
+        edge_part(*WHERE, "chat_template", "service", DRAFTING, SHARING, CONNECTION),
         part(KeySettings),
         part(Sampling, *CHOSEN, defaults={"max_tokens": ANSWER_TOKENS}),
         part(StopSettings),
@@ -171,7 +171,7 @@ CHAT = Command(
 EDGE = Command(
     "outrider.deploy.daemon:edge",
     (
-        edge_part(*WHERE, "chat_template"),
+        edge_part(*WHERE, "chat_template", "service"),
         part(ServerSettings),
         part(DaemonConfig),
         edge_part(DRAFTING, "battery", SHARING),

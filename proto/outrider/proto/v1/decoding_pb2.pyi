@@ -502,7 +502,7 @@ class LeaseRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., suspected: _Optional[bool] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release", "context_length", "service", "service_unkept", "ask_again_s")
+    __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release", "context_length", "ask_again_s", "service", "service_unkept")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -518,9 +518,9 @@ class Lease(_message.Message):
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ASK_AGAIN_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     SERVICE_UNKEPT_FIELD_NUMBER: _ClassVar[int]
-    ASK_AGAIN_S_FIELD_NUMBER: _ClassVar[int]
     token: bytes
     verifier: str
     address: str
@@ -536,10 +536,10 @@ class Lease(_message.Message):
     relayed: bool
     release: str
     context_length: int
+    ask_again_s: float
     service: ServiceGoal
     service_unkept: bool
-    ask_again_s: float
-    def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ..., service_unkept: _Optional[bool] = ..., ask_again_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ..., context_length: _Optional[int] = ..., ask_again_s: _Optional[float] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ..., service_unkept: _Optional[bool] = ...) -> None: ...
 
 class DraftingPrior(_message.Message):
     __slots__ = ("drafters",)
