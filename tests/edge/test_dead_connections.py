@@ -124,7 +124,7 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
         assert router.connections == 2
 
 
-async def test_a_watch_whose_connection_is_given_up_ends_with_an_error_after_which_one_watches_again(
+async def test_a_watch_ends_with_an_error_where_its_connection_is_given_up(
     monkeypatch,
 ) -> None:
     async with routed(monkeypatch) as (_, router, client, renewed):
@@ -157,7 +157,7 @@ async def test_a_slow_coordinator_is_asked_twice_and_not_again_soon(monkeypatch)
         assert (router.connections, coordinator.asked) == (2, 1 + 2 + 1 + 1)
 
 
-async def test_a_coordinator_that_drops_what_waits_too_long_in_its_line_is_asked_again_soon(monkeypatch) -> None:
+async def test_a_coordinator_that_drops_calls_of_too_long_a_line_is_asked_again(monkeypatch) -> None:
     async with routed(monkeypatch) as (coordinator, _, client, _):
         coordinator.drops = True
         with pytest.raises(Unavailable, match="too many calls") as refusal:
