@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Unavailable
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Commit, Continue, FinishReason, Open, Sampling, token_ids
+from outrider.proto.types import Commit, Continue, FinishReason, Open, Sampling, ServiceGoal, token_ids
 
 PAGE = 16
 RULES = VerifierRules("v", "tiny", "0" * 64, 64, 1 << 20, frozenset(), max_drafts=4)
@@ -103,7 +104,7 @@ def opened(
 
 
 def added(
-    sessions: Sessions, key: int, tokens: tuple[int, ...], isolation: str = "", api_key: str = "", **options: float
+    sessions: Sessions, key: int, tokens: tuple[int, ...], isolation: str = "", api_key: str = "", **options: Any
 ) -> Slot:
     sampling = Sampling(max_tokens=int(options.pop("max_tokens", 1000)))
     frame = Open("tiny", "0" * 64, tokens, sampling, f"s{key}", drafting=True, **options)
@@ -145,6 +146,15 @@ def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_run
     pool.start_waiting()
     assert not second.waits_for_pages
     assert not third.waits_for_pages
+
+
+def test_a_text_does_not_wait_for_a_beginning_that_one_of_a_lower_class_reads() -> None:
+    tokens, batch = tuple(range(10, 10 + 2 * PAGE)), ServiceGoal(batch=True)
+    for first, second, waits in ((None, None, True), (batch, batch, True), (None, batch, True), (batch, None, False)):
+        pool = sessions(40)
+        added(pool, 1, tokens, service=first)
+        other = added(pool, 2, tokens, service=second)
+        assert other.waits_for_pages == waits, (first, second)
 
 
 def test_a_text_grows_a_few_pages_ahead_and_no_further_than_its_end() -> None:

@@ -35,6 +35,7 @@ from outrider.proto.types import (
     Open,
     Report,
     Sampling,
+    class_of,
     token_ids,
 )
 
@@ -324,7 +325,10 @@ class Sessions:
         size, mine = self.backend.capacity.page_size, slot.session.transcript
         if slot.session.prompt_logprobs is not None:
             return False  # it reads on from nowhere
+        worth = class_of(slot.session.service)
         for other in running:
+            if class_of(other.session.service) < worth:
+                continue  # its prompt is read when others leave room
             if other.owner.isolation == slot.owner.isolation and 1 < other.num_uncomputed_tokens <= len(mine) - found:
                 shared = (max(found, other.handle.length) // size + 1) * size
                 if shared < len(mine) and mine[:shared] == other.session.transcript[:shared]:
