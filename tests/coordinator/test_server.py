@@ -415,7 +415,7 @@ async def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it
 # --- reports, status, drain ---
 
 
-async def test_of_two_coordinators_the_one_that_leased_a_session_counts_it_and_the_other_never_again(
+async def test_of_two_coordinators_only_the_one_that_leased_a_session_counts_it(
     coordinating: Coordinating,
 ) -> None:
     async with coordinating(ScriptedCluster(ready("a"))) as one, coordinating(ScriptedCluster(ready("a"))) as other:

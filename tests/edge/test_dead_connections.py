@@ -30,7 +30,7 @@ class Leasing:
     """Answers after `takes_s`, and counts what it was asked."""
 
     def __init__(self) -> None:
-        self.takes_s, self.asked = 0.0, 0
+        self.takes_s, self.asked, self.drops = 0.0, 0, False
         self.server = grpc.aio.server()
         handlers = {
             "OpenLease": grpc.unary_unary_rpc_method_handler(self._open),
@@ -39,8 +39,10 @@ class Leasing:
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, handlers),))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
-    async def _open(self, _: bytes, __: Any) -> bytes:
+    async def _open(self, _: bytes, context: Any) -> bytes:
         self.asked += 1
+        if self.drops:
+            await context.abort(grpc.StatusCode.CANCELLED)
         await asyncio.sleep(self.takes_s)
         return codec.encode_lease(LEASE)
 
@@ -122,7 +124,7 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
         assert router.connections == 2
 
 
-async def test_a_watch_whose_connection_is_given_up_ends_with_an_error_after_which_one_watches_again(
+async def test_a_watch_ends_with_an_error_where_its_connection_is_given_up(
     monkeypatch,
 ) -> None:
     async with routed(monkeypatch) as (_, router, client, renewed):
@@ -153,6 +155,15 @@ async def test_a_slow_coordinator_is_asked_twice_and_not_again_soon(monkeypatch)
         coordinator.takes_s = 3 * UNANSWERED_S
         assert [await client.open_lease(REQUEST) for _ in range(3)] == [LEASE] * 3
         assert (router.connections, coordinator.asked) == (2, 1 + 2 + 1 + 1)
+
+
+async def test_a_coordinator_that_drops_calls_of_too_long_a_line_is_asked_again(monkeypatch) -> None:
+    async with routed(monkeypatch) as (coordinator, _, client, _):
+        coordinator.drops = True
+        with pytest.raises(Unavailable, match="too many calls") as refusal:
+            await client.open_lease(REQUEST)
+        assert 0.0 < refusal.value.retry_after_s < 2.0, "a text waits, and does not fail"
+        assert refusal.value.field == "", "it is there"
 
 
 async def test_a_link_that_passes_nothing_is_said_to_answer_nothing(monkeypatch) -> None:

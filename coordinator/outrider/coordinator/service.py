@@ -51,7 +51,7 @@ CHUNK_BYTES = 256 << 10
 # Edges that fail together must not each cause a poll of the fleet.
 REFRESH_GAP_S = 0.1
 MAX_NAME_LENGTH = 256
-TELL_EVERY_S = 0.001  # from one watch that is told of a change to the next: leases come between
+TELL_EVERY_S = 0.003  # from one watch that is told of a change to the next: leases come between
 
 
 class ControlService:

@@ -94,8 +94,8 @@ class Served:
 class Cloud:
     """One client's view of its cloud, which `watch` keeps fresh.
 
-    It looks every `every_s` seconds or, where so many edges look that their coordinator asks for more, as seldom as that
-    says; at once after a text is lost; and more often while the coordinator does not answer.
+    It looks every `every_s` seconds, or as seldom as its coordinator asks for where many edges look; at once after a
+    text is lost; and more often while the coordinator does not answer.
 
     Attributes:
         found: set once the cloud has been there.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
+BUSY_RETRY_S = 1.0  # on average
 RENEW_EVERY_S = 10.0  # at most: a coordinator that is slow for everybody gets no crowd of handshakes
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
@@ -148,6 +149,9 @@ class CoordinatorClient:
             return decode(await call)
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
+            if error.code() is grpc.StatusCode.CANCELLED:  # gRPC drops what waits in too long a line at the server
+                busy = f"the coordinator at {self.address} has too many calls waiting"
+                raise Unavailable(busy, retry_after_s=BUSY_RETRY_S * random.uniform(0.5, 1.5)) from error
             if isinstance(translated, DeadlineExceeded | Unavailable) and not translated.retry_after_s:
                 why = explain(translated.message) or _plain(translated.message)
                 message = f"the coordinator at {self.address} does not answer: {why}"
