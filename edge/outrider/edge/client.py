@@ -43,6 +43,7 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
+from outrider.proto.session.quiet_wire import cells_of
 from outrider.proto.types import Learning, Lease, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
 
 if TYPE_CHECKING:
@@ -337,6 +338,7 @@ class Client:
             prompt_logprobs=options.prompt_logprobs,
             trees=not config.chains,
             isolation=options.tenant.isolation,
+            quiet=cells_of(options.top_logprobs) if config.quiet_wire else None,
         )
 
     def _begin(
@@ -700,5 +702,5 @@ class Conversation:
                 return self._decoding
             decoding, self._decoding = self._decoding, None  # another session
             await decoding.aclose()
-        self._decoding = client._begin(ready, replace(frame, keep_s=self._keep_s), self._observer, prediction)
+        self._decoding = client._begin(ready, replace(frame, keep_s=0.0 if frame.quiet else self._keep_s), self._observer, prediction)
         return self._decoding

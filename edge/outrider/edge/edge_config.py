@@ -157,6 +157,12 @@ class EdgeConfig(Settings):
         "the uplink",
         group=RULES,
     )
+    quiet_wire: bool = option(
+        False,
+        "send messages of one size at times of a clock, so that an observer of encrypted traffic learns little of the "
+        "text (SECURITY.md)",
+        group=CONNECTION,
+    )
     share_texts: bool = option(
         False,
         "let verifiers keep prompts and texts in memory for a day, to train drafters for everybody; where they and "

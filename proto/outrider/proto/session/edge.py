@@ -71,6 +71,7 @@ from outrider.proto.types import (
     Open,
     Opened,
     PromptLogprobs,
+    QuietWire,
     Report,
     Sampling,
     Steering,
@@ -217,6 +218,11 @@ class EdgeSession:
     @property
     def sampling(self) -> Sampling:
         return self._text.frame.sampling
+
+    @property
+    def quiet(self) -> QuietWire | None:
+        """Cells of the text's streams; None: they have frames."""
+        return self._text.frame.quiet
 
     @property
     def done(self) -> bool:
