@@ -16,7 +16,7 @@ from outrider.proto.types import QuietWire
 
 ANSWER_S = 0.004  # from a cell of the verifier to the edge's answer: about the time of a drafting job
 MIN_BEATS = 16  # of a stream
-UP_BYTES, DOWN_BYTES = 64, 96
+UP_BYTES, DOWN_BYTES = 40, 72
 MIN_OPENING_BYTES = 1024
 PADDING_LENGTH_BYTES = 6
 MAX_FRAME_BYTES = 8 << 20
