@@ -1,4 +1,4 @@
-"""`python -m research eavesdropper`: how often sizes and times of TLS records name the prompt, and what hiding costs."""
+"""`python -m research eavesdropper`: how often sizes and times of TLS records name the prompt, and what it costs."""
 
 from __future__ import annotations
 

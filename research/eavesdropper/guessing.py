@@ -1,4 +1,4 @@
-"""A guess of the prompt from a text's TLS records, as in arXiv 2411.01076: features of sizes and times, and a forest."""
+"""Guesses of prompts from TLS records, as in arXiv 2411.01076: features of sizes and times, and a random forest."""
 
 from __future__ import annotations
 

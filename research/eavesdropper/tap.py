@@ -16,7 +16,7 @@ from outrider.proto.address import split_address
 
 HEADER_BYTES = 5  # of a TLS record: type, version, length of the rest
 READ_BYTES = 65536
-SILENT_S = 0.25  # without a record, a text's frames have all passed; a beat is shorter
+SILENT_S = 0.2  # without a record, a text's frames have all passed; a beat is shorter
 
 Note = tuple[float, int]  # time in seconds, and bytes of a record: above 0 to the verifier, below 0 from it
 

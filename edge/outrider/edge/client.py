@@ -702,5 +702,7 @@ class Conversation:
                 return self._decoding
             decoding, self._decoding = self._decoding, None  # another session
             await decoding.aclose()
-        self._decoding = client._begin(ready, replace(frame, keep_s=0.0 if frame.quiet else self._keep_s), self._observer, prediction)
+        self._decoding = client._begin(
+            ready, replace(frame, keep_s=0.0 if frame.quiet else self._keep_s), self._observer, prediction
+        )
         return self._decoding

@@ -477,7 +477,7 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
 
 
 def padded_edge_frame(data: bytes, size: int) -> bytes:
-    """Return the `EdgeFrame` message in `data` with zeros after it that make it `size` bytes; it has 6 fewer at least."""
+    """Return the `EdgeFrame` message in `data`, 6 bytes shorter than `size` or more, with zeros that make it `size`."""
     zeros = size - len(data) - _PADDING_BYTES
     length = bytes([zeros >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]) + bytes([zeros >> 28])
     return data + _PADDING_TAG + length + bytes(zeros)

@@ -19,13 +19,15 @@ async def quiet_cells(
 ) -> AsyncGenerator[bytes, None]:
     """Yield a message with a cell at every beat, with `first` and `frames` in them, and empty ones after their end."""
     writer, period_s, beats = CellWriter(quiet.down_bytes), config.quiet_beat_s, 0
+    taken = asyncio.Event()
     writer.put(first)
 
     async def fill() -> None:
         async for frame in frames:
             writer.put(frame)
             while len(writer) > MAX_WAITING_BYTES:
-                await asyncio.sleep(period_s)
+                taken.clear()
+                await taken.wait()
 
     filling = asyncio.create_task(fill())
     limit: asyncio.TimerHandle | None = None
@@ -39,6 +41,7 @@ async def quiet_cells(
                     limit_s = config.stall_s + 2 * beats * period_s
                     limit = asyncio.get_running_loop().call_later(limit_s, stream.cancel)
             yield codec.encode_cloud_cell(writer.cell())
+            taken.set()
             beats += 1
     finally:
         if limit is not None:

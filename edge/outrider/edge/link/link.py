@@ -23,7 +23,7 @@ from outrider.proto.channel import (
     LEASE_METADATA,
     REPORT_METHOD,
 )
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
@@ -144,7 +144,7 @@ class QuietStream(Stream):
             async for message in self._messages():
                 self._num_cells += 1
                 loop.call_later(ANSWER_S, self._answer)
-                for data in self._reader.take(codec.decode_cloud_cell(message)):
+                for data in self._reader.take(_cell_in(message)):
                     self._heard.put_nowait(codec.decode_cloud_frame(data))
         except OutriderError as error:
             self._heard.put_nowait(error)
@@ -161,6 +161,15 @@ class QuietStream(Stream):
         finally:
             self._listener.cancel()
             await super().close()
+
+
+def _cell_in(message: bytes) -> bytes:
+    """Return the cell of a quiet stream; raise `InvalidArgument` where the verifier answers in frames."""
+    try:
+        return codec.decode_cloud_cell(message)
+    except InvalidArgument as error:
+        line = "is not known to this verifier; update it, or leave --quiet-wire out"
+        raise InvalidArgument(line, field="open.quiet") from error
 
 
 @dataclass(eq=False, slots=True)
