@@ -84,7 +84,9 @@ def test_cells_of_no_use_and_turns_in_a_quiet_stream_are_refused(up: int, down: 
 
 
 def opening(length: int, **others: Any) -> Open:
-    return Open("m", HASH, (300,) * length, Sampling(), "s", quiet=cells_of(0), **others)
+    return Open(
+        "m", HASH, (300,) * length, Sampling(), "s", quiet=cells_of(facts=False, top_logprobs=0, prompt=False), **others
+    )
 
 
 @pytest.mark.parametrize("length", [1, 40, *range(440, 480), 1000, 70000])

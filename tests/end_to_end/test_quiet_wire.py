@@ -74,7 +74,7 @@ async def test_the_text_is_the_same_and_one_stream_is_like_any_other(serving, ed
 
 async def test_the_text_is_the_same_with_drafts_of_both_ends(edge, prompts, drafting, wire) -> None:
     prompt = prompts(1)[0]
-    async with drafting(lambda _: OwnDrafter(NgramDrafter()), **BEAT) as (address, _):
+    async with drafting(lambda _: OwnDrafter(NgramDrafter(), 8192), **BEAT) as (address, _):
         for way in WAYS.values():
             async with edge(address, drafter="none", drafts_here=0) as client:
                 expected = await client.complete(prompt.text, way)

@@ -44,7 +44,16 @@ from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
 from outrider.proto.session.quiet_wire import cells_of
-from outrider.proto.types import Learning, Lease, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
+from outrider.proto.types import (
+    Learning,
+    Lease,
+    LeaseRequest,
+    Open,
+    QuietWire,
+    Sampling,
+    SessionReport,
+    SteeringRequest,
+)
 
 if TYPE_CHECKING:
     from outrider.proto.cluster_status import VersionStatus
@@ -338,8 +347,14 @@ class Client:
             prompt_logprobs=options.prompt_logprobs,
             trees=not config.chains,
             isolation=options.tenant.isolation,
-            quiet=cells_of(options.top_logprobs) if config.quiet_wire else None,
+            quiet=self._cells(options),
         )
+
+    def _cells(self, options: RequestOptions) -> QuietWire | None:
+        if not self.config.quiet_wire:
+            return None
+        facts, asked = bool(options.logprobs), options.prompt_logprobs is not None
+        return cells_of(facts=facts or options.top_logprobs > 0, top_logprobs=options.top_logprobs, prompt=asked)
 
     def _begin(
         self,

@@ -220,7 +220,7 @@ class EdgeConfig(Settings):
         """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""
         from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering
 
-        if self.steering == "off":
+        if self.steering == "off" or self.quiet_wire:  # a vector fills more than a cell
             return None
         return FixedSteering() if self.steering == "on" else PricedSteering(rank, gain)
 

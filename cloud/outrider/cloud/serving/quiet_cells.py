@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
+from outrider.proto.errors import InvalidArgument
 from outrider.proto.session.quiet_wire import CellReader, CellWriter, ends_at_beat, next_beat
 from outrider.proto.types import QuietWire
 
+SPARE_BYTES = 16  # of a message around its cell
 MAX_WAITING_BYTES = 4096  # for cells; frames beyond wait in the outbox, where unread ones are counted
 
 
@@ -51,8 +53,10 @@ async def quiet_cells(
 
 
 async def frames_of_cells(messages: AsyncIterator[bytes], size: int) -> AsyncIterator[bytes]:
-    """Yield the frames in the cells of `size` bytes that an edge sends."""
-    reader = CellReader(size)
+    """Yield the frames in the cells of `size` bytes that an edge sends; raises `InvalidArgument` for anything else."""
+    reader = CellReader(size, codec.SMALL_FRAME_BYTES)
     async for message in messages:
+        if len(message) > size + SPARE_BYTES:
+            raise InvalidArgument(f"has {len(message)} bytes; a cell here has {size}", field="frame.cell")
         for frame in reader.take(codec.decode_edge_cell(message)):
             yield frame

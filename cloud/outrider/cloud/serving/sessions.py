@@ -373,6 +373,10 @@ class Sessions:
             self._give_back(slot)
 
     def _give_back(self, slot: Slot) -> None:
+        if slot.handle is not NO_HANDLE:
+            slot.forget_drafts(
+                self.backend
+            )  # of a step that has ended for others; what is released is found by its text
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
             self.backend.release(handle)

@@ -20,12 +20,19 @@ UP_BYTES, DOWN_BYTES = 40, 72
 MIN_OPENING_BYTES = 1024
 PADDING_LENGTH_BYTES = 6
 MAX_FRAME_BYTES = 8 << 20
+MAX_SHIFT = 28
 _SEVEN_BITS, _MORE = 0x7F, 0x80  # of a varint's bytes
 
 
-def cells_of(top_logprobs: int) -> QuietWire:
-    """Return the cells of a text that names so many likeliest tokens: what most steps and drafts fit into."""
-    return QuietWire(UP_BYTES, DOWN_BYTES + 32 * top_logprobs)
+def cells_of(*, facts: bool, top_logprobs: int, prompt: bool) -> QuietWire:
+    """Return the cells of a text: what most of its drafts and commits fit into.
+
+    Args:
+        facts: whether commits have the model's own log probabilities.
+        top_logprobs: likeliest tokens of each position.
+        prompt: whether log probabilities of the prompt are wanted, too.
+    """
+    return QuietWire(UP_BYTES, DOWN_BYTES + 48 * facts + 24 * top_logprobs + 1024 * prompt)
 
 
 class CellWriter:
@@ -55,10 +62,11 @@ class CellWriter:
 
 
 class CellReader:
-    """Frames of one way of a stream, put together from its cells of `size` bytes."""
+    """Frames of one way of a stream, of `max_bytes` at most, put together from its cells of `size` bytes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._size = size
+        self._max_bytes = max_bytes
         self._length = self._shift = 0
         self._frame: bytearray | None = None  # of which bytes are missing; None: a length comes next
 
@@ -76,8 +84,8 @@ class CellReader:
                 byte, at = cell[at], at + 1
                 self._length |= (byte & _SEVEN_BITS) << self._shift
                 self._shift += 7
-                if self._length > MAX_FRAME_BYTES:
-                    raise InvalidArgument(f"holds a frame of more than {MAX_FRAME_BYTES} bytes", field="cell.data")
+                if self._length > self._max_bytes or self._shift > MAX_SHIFT:
+                    raise InvalidArgument(f"holds a frame of more than {self._max_bytes} bytes", field="cell.data")
                 if byte & _MORE:
                     continue
                 self._shift = 0
