@@ -157,12 +157,6 @@ class EdgeConfig(Settings):
         "the uplink",
         group=RULES,
     )
-    quiet_wire: bool = option(
-        False,
-        "send messages of one size at times of a clock, so that an observer of encrypted traffic learns little of the "
-        "text (SECURITY.md)",
-        group=CONNECTION,
-    )
     share_texts: bool = option(
         False,
         "let verifiers keep prompts and texts in memory for a day, to train drafters for everybody; where they and "
@@ -184,6 +178,12 @@ class EdgeConfig(Settings):
     )
     api_key: str = field(default="", repr=False)
     plaintext: bool = option(False, "allow API key and text to cross a network unencrypted", group=CONNECTION)
+    quiet_wire: bool = option(
+        False,
+        "send messages of one size at times of a clock, so that an observer of encrypted traffic learns little of the "
+        "text (docs/operations.md)",
+        group=CONNECTION,
+    )
     edge: str = option("", "name in reports of sessions; empty: a random one", check=_check_edge)
     trace_endpoint: str = trace_endpoint_option()
     trace_ratio: float = option(1.0, "share of sessions to trace", check=between(0, 1))

@@ -374,9 +374,7 @@ class Sessions:
 
     def _give_back(self, slot: Slot) -> None:
         if slot.handle is not NO_HANDLE:
-            slot.forget_drafts(
-                self.backend
-            )  # of a step that has ended for others; what is released is found by its text
+            slot.forget_drafts(self.backend)  # of a step that has just run: what is released can be found
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
             self.backend.release(handle)

@@ -29,7 +29,7 @@ from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.quiet_wire import ANSWER_S, CellReader, CellWriter, opening_bytes
 from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
-from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Open, Opened, QuietWire
+from outrider.proto.types import Cancel, CloudFrame, EdgeFrame, Lease, Open, Opened, QuietWire
 
 LAST_WORDS_S = 0.2
 SILENT_S = 5.0  # without a cell, after which a quiet stream whose text has ended is left
@@ -153,7 +153,8 @@ class QuietStream(Stream):
         self._outgoing.put_nowait(codec.encode_edge_cell(self._cells.cell()))
 
     async def close(self) -> None:
-        """Go on until the verifier ends the stream or is silent, and end it here too."""
+        """Cancel what still runs, go on until the verifier ends the stream or is silent, and end it here too."""
+        self.send(Cancel("left"))
         try:
             known = -1
             while not self._listener.done() and known != (known := self._num_cells):
