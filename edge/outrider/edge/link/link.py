@@ -283,11 +283,12 @@ class Channels:
 
     async def close_stream(self, stream: Stream) -> None:
         """Close a stream, a quiet one in the background, and the connections that nobody uses any more."""
+        if not isinstance(stream, QuietStream):
+            await self._close_stream(stream)
+            return
         closing = asyncio.create_task(self._close_stream(stream))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        if not isinstance(stream, QuietStream):
-            await asyncio.shield(closing)
 
     async def _close_stream(self, stream: Stream) -> None:
         try:
