@@ -18,6 +18,10 @@ RESEARCH = Program(
         "probes": Entry(
             "time texts of a stock vLLM server over links: its stream, its speculation, and ours", f"{SETTINGS}:PROBES"
         ),
+        "eavesdropper": Entry(
+            "guess prompts from sizes and times of TLS records, with and without --quiet-wire",
+            f"{SETTINGS}:EAVESDROPPER",
+        ),
         "tables": Entry("take figures of README and docs again, and say which moved", f"{SETTINGS}:TABLES"),
         "cluster": Entry(
             "run a Ray cluster of several nodes in namespaces, under texts and faults", f"{SETTINGS}:CLUSTER"

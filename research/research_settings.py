@@ -20,6 +20,7 @@ PROBE_WORKS = ("edits", "open", "model", "bare")
 PRICE_NAMES = ("here", "8b", "70b", "70b-8b")
 DEVICE_NAMES = ("desktop GPU", "laptop", "phone", "small board")
 CROWD_TRIALS = ("one", "two", "restart")
+WIRES = ("cloud", "outrider", "quiet")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -114,6 +115,25 @@ class ProbeSettings(LinkListSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EavesdropperSettings(Settings):
+    """Texts whose TLS records are seen, by whoever would like to know their prompts."""
+
+    target: str = option("reference", "target whose texts are seen", metavar="NAME")
+    wires: tuple[str, ...] = listed(WIRES, "streams without drafts, ours, and ours with --quiet-wire", choices=WIRES)
+    prompts: int = option(100, "built-in prompts, of which each text has one", check=between(1, 160))
+    train: int = option(3, "texts of each prompt from which the forest learns", check=at_least(1))
+    test: int = option(2, "texts of each prompt that it then has to name", check=at_least(1))
+    at_once: int = option(4, "texts at once, each over its own connection", check=at_least(1))
+    max_tokens: int = option(48, "tokens per text", check=at_least(1))
+    temperature: tuple[float, ...] = listed((0.0, 1.0), "temperatures; above 0 no two texts have one seed")
+    rtt: float = option(10.0, "round trip of the emulated link", metavar="MS", check=at_least(0))
+    min_step: float = option(30.0, "minimum time of a target step", metavar="MS", check=at_least(0))
+    beat: float = option(34.0, "time between cells of the quiet wire", metavar="MS", check=at_least(1))
+    seed: int = option(0, "seed of the order of the texts")
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TablesSettings(Settings):
     """Figures to take again."""
 
@@ -187,6 +207,7 @@ RECORD = Command(
 )
 LINES = Command("research.lines:show")
 TABLES = Command("research.tables_command:tables", (part(TablesSettings),))
+EAVESDROPPER = Command("research.eavesdropper.eavesdropper_command:eavesdropper", (part(EavesdropperSettings),))
 PROBES = Command("research.probes.probe_bench:probes", (part(ProbeSettings),))
 
 

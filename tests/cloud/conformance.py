@@ -381,6 +381,25 @@ def check_what_is_shared(suite: Suite) -> None:
         text.close()
 
 
+def check_rejected_drafts(suite: Suite) -> None:
+    """Have drafts rejected; while their text goes on and after its end, nobody finds them, nor a neighbour the text."""
+    text = Text(suite, suite.prompt(30), Sampling(temperature=1.0, seed=23), "mine")
+    rejected = []
+    while len(text.tokens) < 24:
+        before, block = tuple(text.transcript), suite.drafts(text, 20, good=0.3)
+        text.advance(block)
+        agreed = next((j for j, token in enumerate(text.transcript[len(before) :]) if token != block[j]), len(block))
+        rejected.append(((*before, *block), len(before) + agreed))
+    for ended in (False, True):
+        if ended:
+            text.close()
+        for drafted, agreed in rejected:
+            for isolation, most in (("mine", agreed), ("theirs", 0)):
+                found = suite.backend.open((*drafted, 3), isolation)
+                assert found.length <= most, "a draft that was rejected shows in what is computed already"
+                suite.backend.release(found)
+
+
 def check_a_failed_step(suite: Suite) -> None:
     """Let the target fail once amid a text; the same step then succeeds, and nothing is lost."""
     if suite.fail_next_step is None:

@@ -153,6 +153,14 @@ class TellsOfOthers(Defective):
         return handle
 
 
+class ShowsRejectedDrafts(Defective):
+    """A backend whose cache lets others find what a step has computed, whether or not it becomes text."""
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        self.target.pool.register(handle, handle.length)  # type: ignore[arg-type]
+        super().truncate(handle, length)
+
+
 @pytest.mark.parametrize(
     ("defective", "check"),
     [
@@ -169,6 +177,7 @@ class TellsOfOthers(Defective):
         (GrowsOnFailure, "a_failed_step"),
         (MakesTextOfAnything, "no_numbers"),
         (TellsOfOthers, "what_is_shared"),
+        (ShowsRejectedDrafts, "rejected_drafts"),
     ],
 )
 def test_a_backend_with_a_defect_fails(defective, check, folder, oracle) -> None:

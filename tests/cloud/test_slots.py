@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,17 +14,28 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.sessions import AHEAD, Sessions
-from outrider.cloud.serving.slots import Owner, Slot
+from outrider.cloud.serving.slots import ANYBODY, Owner, Slot
+from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.target_loading import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.target.verification import VerificationInput
 from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Unavailable
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Commit, Continue, FinishReason, Open, Sampling, ServiceGoal, token_ids
+from outrider.proto.types import (
+    Commit,
+    Continue,
+    DraftToken,
+    FinishReason,
+    Open,
+    Sampling,
+    ServiceGoal,
+    token_ids,
+)
 
 PAGE = 16
 RULES = VerifierRules("v", "tiny", "0" * 64, 64, 1 << 20, frozenset(), max_drafts=4)
@@ -289,3 +301,19 @@ def test_a_cancelled_text_that_never_had_pages_can_be_followed_by_another_turn()
     pool.release(first)
     next_turn(pool, waiting, 9)
     assert pool.running() == [waiting]
+
+
+def test_a_session_that_ends_amid_a_step_leaves_none_of_its_drafts_to_be_found(target) -> None:
+    target.pool = PagedKVCache(8 * PAGE, PAGE, torch.float32, torch.device("cpu"))
+    backend = TransformersBackend(target)
+    sessions = Sessions(backend, replace(RULES, tokenizer_sha256=target.tokenizer_sha256, max_drafts=16), 1)
+    prompt, drafts = tuple(range(3, 33)), tuple(range(20, 34))
+    opening = replace(frame(target, 0, max_tokens=40), prompt=prompt)
+    assert sessions.admit(0, opening, CollectingOutbox(), None, ANYBODY, 0.0)
+    sessions.start_waiting()
+    slot = sessions.get(0)
+    asked = VerificationInput(opening.sampling, prompt, len(prompt), tuple(map(DraftToken, drafts)))
+    backend.step([StepRow(slot.handle, prompt, asked)])
+    assert slot.handle.length == len(prompt) + len(drafts)
+    sessions.release(slot)
+    assert backend.open((*prompt, *drafts, 3)).length < len(prompt)

@@ -124,6 +124,9 @@ EXAMPLES = {
         t.Open("m", HASH, (1, 2, 3), t.Sampling(), "s", prompt_logprobs=0, prompt_logprobs_from=2)
     ),
     "open that asks for them without others": _edge(t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=0)),
+    "open of a quiet stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", quiet=t.QuietWire(40, 72))),
+    "cell of an edge": Example(bytes(range(32)), codec.encode_edge_cell, codec.decode_edge_cell),
+    "cell of a verifier": Example(bytes(range(32)), codec.encode_cloud_cell, codec.decode_cloud_cell),
     "log probabilities of a prompt": _cloud(
         t.PromptLogprobs(
             1,

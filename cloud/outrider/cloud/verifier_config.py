@@ -182,6 +182,12 @@ class VerifierConfig(GrpcServerSettings):
         "keep texts in memory for a day, for `outrider trainer`: those whose edge and API key allow it, none else",
         group=LEARNING,
     )
+    quiet_beat_s: float = option(
+        0.034,
+        "time between the messages of edges with --quiet-wire, the same for all: a little more than a step takes",
+        group=SERVING,
+        check=above(0),
+    )
     min_step_s: float = option(0.0, "minimum time of a step, to imitate a larger target", check=at_least(0))
     drain_grace_s: float = option(
         10.0, "time for sessions to move to other verifiers before it ends", check=at_least(0)

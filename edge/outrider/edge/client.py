@@ -51,7 +51,17 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
-from outrider.proto.types import Learning, Lease, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
+from outrider.proto.session.quiet_wire import cells_of
+from outrider.proto.types import (
+    Learning,
+    Lease,
+    LeaseRequest,
+    Open,
+    QuietWire,
+    Sampling,
+    SessionReport,
+    SteeringRequest,
+)
 
 if TYPE_CHECKING:
     from outrider.proto.cluster_status import VersionStatus
@@ -351,7 +361,14 @@ class Client:
             trees=not config.chains,
             isolation=options.tenant.isolation,
             service=options.service or config.service,
+            quiet=self._cells(options),
         )
+
+    def _cells(self, options: RequestOptions) -> QuietWire | None:
+        if not self.config.quiet_wire:
+            return None
+        facts, asked = bool(options.logprobs), options.prompt_logprobs is not None
+        return cells_of(facts=facts or options.top_logprobs > 0, top_logprobs=options.top_logprobs, prompt=asked)
 
     def _begin(
         self,
@@ -714,5 +731,7 @@ class Conversation:
                 return self._decoding
             decoding, self._decoding = self._decoding, None  # another session
             await decoding.aclose()
-        self._decoding = client._begin(ready, replace(frame, keep_s=self._keep_s), self._observer, prediction)
+        self._decoding = client._begin(
+            ready, replace(frame, keep_s=0.0 if frame.quiet else self._keep_s), self._observer, prediction
+        )
         return self._decoding

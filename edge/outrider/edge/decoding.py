@@ -421,7 +421,8 @@ class Decoding:
             await self._route.give_back(self.session)
             return
         attempts.begin()  # this stream is also for a turn that has begun meanwhile
-        stream = self._stream = self._channels.open_stream(lease, machine.statistics, self._observer.metadata)
+        observer, quiet = self._observer, machine.quiet
+        stream = self._stream = self._channels.open_stream(lease, machine.statistics, observer.metadata, quiet)
         expected = stream.connection.opened
         if expected is not None:
             self._follow_terms(expected)

@@ -187,6 +187,12 @@ class EdgeConfig(Settings):
     )
     api_key: str = field(default="", repr=False)
     plaintext: bool = option(False, "allow API key and text to cross a network unencrypted", group=CONNECTION)
+    quiet_wire: bool = option(
+        False,
+        "send messages of one size at times of a clock, so that an observer of encrypted traffic learns little of the "
+        "text (docs/operations.md)",
+        group=CONNECTION,
+    )
     edge: str = option("", "name in reports of sessions; empty: a random one", check=_check_edge)
     trace_endpoint: str = trace_endpoint_option()
     trace_ratio: float = option(1.0, "share of sessions to trace", check=between(0, 1))
@@ -225,7 +231,7 @@ class EdgeConfig(Settings):
         """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""
         from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering
 
-        if self.steering == "off":
+        if self.steering == "off" or self.quiet_wire:  # a vector fills more than a cell
             return None
         return FixedSteering() if self.steering == "on" else PricedSteering(rank, gain)
 

@@ -30,6 +30,8 @@ _MAX_BYTES = {
     **dict.fromkeys(("draft", "branches"), SMALL_FRAME_BYTES),
     **dict.fromkeys(("report", "cancel", "ping"), 4096),
 }
+_PADDING_TAG = b"\x4a"  # field 9 of EdgeFrame, which has a length: here always five bytes, so that any size can be had
+_PADDING_BYTES = 6
 _CHANCES = 255  # parts in which a branch's chance travels
 
 T = TypeVar("T")
@@ -252,6 +254,7 @@ OPEN = Table(
     steering=optional(STEERING_REQUEST),
     drafts_here=optional_number,
     learning=optional(Table(t.Learning, pb.Learning)),
+    quiet=optional(Table(t.QuietWire, pb.QuietWire)),
     prompt_logprobs=optional_number,
     service=optional(_SERVICE),
 )
@@ -475,6 +478,13 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
     return result
 
 
+def padded_edge_frame(data: bytes, size: int) -> bytes:
+    """Return the `EdgeFrame` message in `data`, 6 bytes shorter than `size` or more, with zeros that make it `size`."""
+    zeros = size - len(data) - _PADDING_BYTES
+    length = bytes([zeros >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]) + bytes([zeros >> 28])
+    return data + _PADDING_TAG + length + bytes(zeros)
+
+
 def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID, max_credit: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
     """Return the frame in `data`.
 
@@ -518,7 +528,38 @@ def _body_of(wire: Any, bodies: Iterable[str]) -> tuple[str, Any]:
     name = wire.WhichOneof("body")
     if name is None:
         raise InvalidArgument(f"holds none of {', '.join(bodies)}", field="frame.body")
+    if name == "cell":
+        raise InvalidArgument("comes in a cell, or in a stream whose Open has no `quiet`", field="frame.cell")
     return name, getattr(wire, name)
+
+
+def encode_edge_cell(data: bytes) -> bytes:
+    """Return one `EdgeFrame` message with a cell of a quiet stream."""
+    result: bytes = pb.EdgeFrame(cell=pb.Cell(data=data)).SerializeToString()
+    return result
+
+
+def encode_cloud_cell(data: bytes) -> bytes:
+    """Return one `CloudFrame` message with a cell of a quiet stream."""
+    result: bytes = pb.CloudFrame(cell=pb.Cell(data=data)).SerializeToString()
+    return result
+
+
+def decode_edge_cell(data: bytes) -> bytes:
+    """Return the cell in an `EdgeFrame` message; raises `InvalidArgument` where it holds another frame."""
+    return _cell_of(parse(pb.EdgeFrame, data))
+
+
+def decode_cloud_cell(data: bytes) -> bytes:
+    """Return the cell in a `CloudFrame` message; raises `InvalidArgument` where it holds another frame."""
+    return _cell_of(parse(pb.CloudFrame, data))
+
+
+def _cell_of(wire: Any) -> bytes:
+    if not wire.HasField("cell"):
+        raise InvalidArgument("is missing; nothing else follows the Open of a quiet stream", field="frame.cell")
+    data: bytes = wire.cell.data
+    return data
 
 
 _LISTS = {

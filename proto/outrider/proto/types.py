@@ -527,6 +527,18 @@ class Learning:
 
 
 @dataclass(frozen=True, slots=True)
+class QuietWire:
+    """Sizes of the cells that a stream has in place of frames, in bytes."""
+
+    up_bytes: int
+    down_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("up_bytes", "down_bytes"):
+            require(32 <= getattr(self, name) <= 4096, f"open.quiet.{name}", "must be in 32..4096")
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Everything that decides a text, so that any verifier can begin it or take it over."""
 
@@ -556,6 +568,7 @@ class Open:
     isolation: bytes = field(default=b"", repr=False)
     context_length: int = 0
     service: ServiceGoal | None = None
+    quiet: QuietWire | None = None
 
     def __post_init__(self) -> None:
         most = f"has more than {MAX_ISOLATION_BYTES} bytes; send a hash"
@@ -572,6 +585,7 @@ class Open:
         require(bool(SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits")
         require(len(self.prompt) > 0, "open.prompt", "is empty; give at least one token, such as BOS")
         require(self.keep_s >= 0, "open.keep_s", "must be 0 seconds or more")
+        require(not (self.quiet and self.keep_s), "open.keep_s", "must be 0 in a quiet stream, which has one turn")
         require_tokens(self.prompt, "open.prompt")
         require_tokens(self.committed, "open.committed")
         require(

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from outrider.cloud.grammar.grammar import Grammars
 from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.metering import meter_of
+from outrider.cloud.serving.quiet_cells import frames_of_cells, quiet_cells
 from outrider.cloud.serving.sessions import opened_twice
 from outrider.cloud.serving.slots import Owner
 from outrider.cloud.serving.stream_outbox import LeaseEnds, StreamOutbox
@@ -88,7 +89,7 @@ class DecodeStreams:
 
     def service(self) -> grpc.GenericRpcHandler:
         """Return the Decoding service, which takes and returns bytes, since the codec checks them."""
-        handler = grpc.stream_stream_rpc_method_handler(write_answers(self._answers))
+        handler = grpc.stream_stream_rpc_method_handler(write_answers(self._messages))
         return grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler})
 
     def close(self) -> None:
@@ -102,7 +103,27 @@ class DecodeStreams:
 
     # --- one stream ---
 
-    async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+    async def _messages(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+        """Yield what one stream carries: its frames as they come, or cells where its Open asks for them."""
+        outbox = StreamOutbox(asyncio.get_running_loop())
+        try:
+            async with aclosing(self._answers(requests, context, outbox)) as frames:
+                async for frame in frames:
+                    if outbox.quiet is not None:
+                        break
+                    yield frame
+                else:
+                    return
+                async with aclosing(quiet_cells(frame, frames, outbox.quiet, self._config)) as cells:
+                    async for cell in cells:
+                        yield cell
+        finally:
+            if outbox.reader is not None:
+                outbox.reader.cancel()
+
+    async def _answers(
+        self, requests: AsyncIterator[bytes], context: Any, outbox: StreamOutbox
+    ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as slot:
             try:
                 slot.enter_context(self._held_slot(context))
@@ -110,9 +131,8 @@ class DecodeStreams:
                 await self._refuse(error, context, "")
             key = next(self._keys)
             trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
-            outbox = StreamOutbox(asyncio.get_running_loop())
             self._health.outboxes.add(outbox)
-            reader = asyncio.create_task(self._read(key, requests, outbox, context))
+            outbox.reader = asyncio.create_task(self._read(key, requests, outbox, context))
             stream = asyncio.current_task()
             assert stream is not None  # noqa: S101 - a coroutine runs in a task
             stall = asyncio.create_task(self._end_if_unread(outbox, stream, context))
@@ -149,7 +169,6 @@ class DecodeStreams:
                     outbox.meter.give_back()
                 await self._refuse(error, context, outbox.stream.session)
             finally:
-                reader.cancel()
                 stall.cancel()
                 for pending in (outbox.end_of_lease, outbox.admitted):
                     if pending is not None:
@@ -217,7 +236,8 @@ class DecodeStreams:
             owner = (claim.key if claim is not None else "") or network_of_peer(context.peer())
             grammar = opening.sampling.grammar
             admitted = outbox.admitted = asyncio.create_task(self._admit(key, opening, claim, outbox, owner))
-            async for data in requests:
+            later = requests if opening.quiet is None else frames_of_cells(requests, opening.quiet.up_bytes)
+            async for data in later:
                 if data[:1] == OPEN_TAG:  # one may be as long as a prompt, and it is refused whatever it says
                     raise opened_twice()
                 frame = await self._decoded(data)
@@ -261,6 +281,7 @@ class DecodeStreams:
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.stream.begin(frame, self._rules)
+            outbox.quiet = frame.quiet
             self._health.check()
             claim = _check_lease(frame, self._rules, self._secret, self._incarnation)
             outbox.meter = meter_of(self._meters, claim, frame)

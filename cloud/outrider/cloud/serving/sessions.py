@@ -391,6 +391,8 @@ class Sessions:
             self._give_back(slot)
 
     def _give_back(self, slot: Slot) -> None:
+        if slot.handle is not NO_HANDLE:
+            slot.forget_drafts(self.backend)  # of a step that has just run: what is released can be found
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
             self.backend.release(handle)

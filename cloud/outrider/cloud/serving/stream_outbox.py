@@ -12,7 +12,7 @@ from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
 from outrider.proto.errors import OutriderError
 from outrider.proto.lease import LeaseClaim
 from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened, Ping, Pong
+from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened, Ping, Pong, QuietWire
 
 OVERTIME_S = 600.0  # for which a text goes on after its lease where no coordinator is there to give another
 
@@ -59,6 +59,8 @@ class StreamOutbox(Outbox):
         self.closed = False  # whether the stream has ended
         self.end_of_lease: asyncio.TimerHandle | None = None
         self.admitted: asyncio.Task[None] | None = None
+        self.reader: asyncio.Task[None] | None = None
+        self.quiet: QuietWire | None = None  # as its Open says
         self.meter: TextMeter | None = None  # if its API key has a limit
 
     def put(self, item: CloudFrame | OutriderError) -> None:

@@ -23,14 +23,16 @@ from outrider.proto.channel import (
     LEASE_METADATA,
     REPORT_METHOD,
 )
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
+from outrider.proto.session.quiet_wire import ANSWER_S, CellReader, CellWriter, opening_bytes
 from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
-from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Opened
+from outrider.proto.types import Cancel, CloudFrame, EdgeFrame, Lease, Open, Opened, QuietWire
 
 LAST_WORDS_S = 0.2
+SILENT_S = 5.0  # without a cell, after which a quiet stream whose text has ended is left
 # gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
 BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 _NO_MORE = b""  # no frame is empty
@@ -63,6 +65,10 @@ class Stream:
             OutriderError: the stream's status, translated; Unavailable where it just ends. A connection that
                 dies silently is found by keepalive; a verifier that is busy with a long prompt says nothing either.
         """
+        async for data in self._messages():
+            yield codec.decode_cloud_frame(data)
+
+    async def _messages(self) -> AsyncIterator[bytes]:
         try:
             while True:
                 data = await self._call.read()
@@ -70,7 +76,7 @@ class Stream:
                     raise await self._ending()
                 self.statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
                 self.connection.receive(len(data) + GRPC_PREFIX_BYTES)
-                yield codec.decode_cloud_frame(data)
+                yield data
         except grpc.aio.AioRpcError as error:  # from the read alone; the stream's own status says more
             raise await self._ending() from error
         except asyncio.InvalidStateError as error:
@@ -103,6 +109,68 @@ class Stream:
         finally:
             self._writer.cancel()
             self._call.cancel()
+
+
+class QuietStream(Stream):
+    """Open decoding stream with cells in place of frames (`session.quiet_wire`): it answers each of the verifier's.
+
+    The verifier ends it, some time after the text; `close` waits for that.
+    """
+
+    def __init__(self, call: Any, statistics: EdgeStatistics, connection: Connection, quiet: QuietWire) -> None:
+        super().__init__(call, statistics, connection)
+        self._cells, self._reader = CellWriter(quiet.up_bytes), CellReader(quiet.down_bytes)
+        self._heard: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
+        self._num_cells = 0
+        self._listener = asyncio.create_task(self._listen())
+
+    def send(self, frame: EdgeFrame) -> None:
+        """Put an Open on the way, which is padded, or any other frame into the next answers."""
+        data = codec.encode_edge_frame(frame)
+        if isinstance(frame, Open):
+            self._outgoing.put_nowait(codec.padded_edge_frame(data, opening_bytes(len(data))))
+        else:
+            self._cells.put(data)
+
+    async def frames(self) -> AsyncIterator[CloudFrame]:
+        """Yield the frames in the verifier's cells, and raise what ends the stream; leaving early leaves it open."""
+        while not isinstance(item := await self._heard.get(), OutriderError):
+            yield item
+        raise item
+
+    async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async for message in self._messages():
+                self._num_cells += 1
+                loop.call_later(ANSWER_S, self._answer)
+                for data in self._reader.take(_cell_in(message)):
+                    self._heard.put_nowait(codec.decode_cloud_frame(data))
+        except OutriderError as error:
+            self._heard.put_nowait(error)
+
+    def _answer(self) -> None:
+        self._outgoing.put_nowait(codec.encode_edge_cell(self._cells.cell()))
+
+    async def close(self) -> None:
+        """Cancel what still runs, go on until the verifier ends the stream or is silent, and end it here too."""
+        self.send(Cancel("left"))
+        try:
+            known = -1
+            while not self._listener.done() and known != (known := self._num_cells):
+                await asyncio.wait([self._listener], timeout=SILENT_S)
+        finally:
+            self._listener.cancel()
+            await super().close()
+
+
+def _cell_in(message: bytes) -> bytes:
+    """Return the cell of a quiet stream; raise `InvalidArgument` where the verifier answers in frames."""
+    try:
+        return codec.decode_cloud_cell(message)
+    except InvalidArgument as error:
+        line = "is not known to this verifier; update it, or leave --quiet-wire out"
+        raise InvalidArgument(line, field="open.quiet") from error
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +217,7 @@ class Channels:
         self._files = ClientCredentials(self._security.tls) if self._security.tls else None
         self._by_address: dict[str, Connection] = {}
         self._retired: list[Connection] = []
+        self._closing: set[asyncio.Task[None]] = set()  # of quiet streams, which go on for a while
 
     def connect(self, lease: Lease) -> Connection:
         """Return the connection to a lease's verifier; a new one begins its handshake, before a text needs it.
@@ -164,9 +233,15 @@ class Channels:
         return self._by_address[lease.address]
 
     def open_stream(
-        self, lease: Lease, statistics: EdgeStatistics, metadata: tuple[tuple[str, str | bytes], ...] = ()
+        self,
+        lease: Lease,
+        statistics: EdgeStatistics,
+        metadata: tuple[tuple[str, str | bytes], ...] = (),
+        quiet: QuietWire | None = None,
     ) -> Stream:
         """Begin a stream to a lease's verifier, which connects in the background; `statistics` count its bytes.
+
+        It is a quiet one where `quiet` is given, as its Open then says.
 
         Raises:
             ConfigError: as for `connect`.
@@ -181,6 +256,8 @@ class Channels:
             metadata = (*metadata, (LEASE_METADATA, lease.token))
         connection.streams += 1
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
+        if quiet is not None:
+            return QuietStream(method(metadata=metadata), statistics, connection, quiet)
         return Stream(method(metadata=metadata), statistics, connection)
 
     async def wake(self, lease: Lease, within_s: float) -> None:
@@ -205,7 +282,15 @@ class Channels:
             return lease
 
     async def close_stream(self, stream: Stream) -> None:
-        """Close a stream, and the connections that nobody uses any more."""
+        """Close a stream, a quiet one in the background, and the connections that nobody uses any more."""
+        if not isinstance(stream, QuietStream):
+            await self._close_stream(stream)
+            return
+        closing = asyncio.create_task(self._close_stream(stream))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close_stream(self, stream: Stream) -> None:
         try:
             await stream.close()
         finally:  # the caller may be cancelled
@@ -254,6 +339,9 @@ class Channels:
         self._by_address[address] = connection
 
     async def close(self) -> None:
+        """Close all connections, once quiet streams have ended, for which a moment is waited after the last cell."""
+        while self._closing:
+            await asyncio.wait([*self._closing])
         connections = [*self._by_address.values(), *self._retired]
         connections += [connection.successor for connection in connections if connection.successor is not None]
         self._by_address, self._retired = {}, []

@@ -71,6 +71,7 @@ from outrider.proto.types import (
     Open,
     Opened,
     PromptLogprobs,
+    QuietWire,
     Report,
     Sampling,
     ServiceGoal,
@@ -227,6 +228,11 @@ class EdgeSession:
     def take_service(self, service: ServiceGoal | None, *, unkept: bool) -> None:
         """Ask for the service of a lease, before its stream opens; see `EdgeText.take_service`."""
         self._text.take_service(service, unkept=unkept)
+
+    @property
+    def quiet(self) -> QuietWire | None:
+        """Cells of the text's streams; None: they have frames."""
+        return self._text.frame.quiet
 
     @property
     def done(self) -> bool:

@@ -54,7 +54,7 @@ FINISH_REASON_CANCELLED: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
 
 class EdgeFrame(_message.Message):
-    __slots__ = ("open", "draft", "cancel", "report", "continuation", "branches", "ping")
+    __slots__ = ("open", "draft", "cancel", "report", "continuation", "branches", "ping", "cell", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,8 @@ class EdgeFrame(_message.Message):
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    CELL_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     open: Open
     draft: Draft
     cancel: Cancel
@@ -69,21 +71,39 @@ class EdgeFrame(_message.Message):
     continuation: Continue
     branches: Branches
     ping: Ping
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., continuation: _Optional[_Union[Continue, _Mapping]] = ..., branches: _Optional[_Union[Branches, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    cell: Cell
+    padding: bytes
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., continuation: _Optional[_Union[Continue, _Mapping]] = ..., branches: _Optional[_Union[Branches, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., cell: _Optional[_Union[Cell, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class CloudFrame(_message.Message):
-    __slots__ = ("opened", "commit", "goaway", "pong", "prompt_logprobs")
+    __slots__ = ("opened", "commit", "goaway", "pong", "prompt_logprobs", "cell")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     GOAWAY_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CELL_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     commit: Commit
     goaway: Goaway
     pong: Pong
     prompt_logprobs: PromptLogprobs
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., goaway: _Optional[_Union[Goaway, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    cell: Cell
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., goaway: _Optional[_Union[Goaway, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cell: _Optional[_Union[Cell, _Mapping]] = ...) -> None: ...
+
+class Cell(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class QuietWire(_message.Message):
+    __slots__ = ("up_bytes", "down_bytes")
+    UP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    up_bytes: int
+    down_bytes: int
+    def __init__(self, up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_tokens", "bias_values", "allowed_tokens", "max_tokens", "stop_tokens", "ignore_eos", "grammar", "noise", "min_tokens", "no_repeat_ngram_size")
@@ -142,7 +162,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees", "isolation", "prompt_logprobs_from", "context_length", "service")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees", "isolation", "prompt_logprobs_from", "context_length", "service", "quiet")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +189,7 @@ class Open(_message.Message):
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -195,7 +216,8 @@ class Open(_message.Message):
     prompt_logprobs_from: int
     context_length: int
     service: ServiceGoal
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., trees: _Optional[bool] = ..., isolation: _Optional[bytes] = ..., prompt_logprobs_from: _Optional[int] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ...) -> None: ...
+    quiet: QuietWire
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., trees: _Optional[bool] = ..., isolation: _Optional[bytes] = ..., prompt_logprobs_from: _Optional[int] = ..., context_length: _Optional[int] = ..., service: _Optional[_Union[ServiceGoal, _Mapping]] = ..., quiet: _Optional[_Union[QuietWire, _Mapping]] = ...) -> None: ...
 
 class ServiceGoal(_message.Message):
     __slots__ = ("batch", "gap_s", "first_token_s")
