@@ -122,8 +122,9 @@ async def test_a_text_that_is_left_goes_on_as_cells_and_frees_its_slot(serving, 
 async def test_a_text_that_is_left_before_its_verifier_answers_is_cancelled_there(serving, edge, prompts, wire) -> None:
     async with serving(max_sessions=1, **BEAT) as address, edge(address, drafter="none", quiet_wire=True) as client:
         waiting = asyncio.create_task(client.complete(prompts(1)[0].text, max_tokens=1000, ignore_eos=True))
-        while not wire.opens:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not wire.opens:  # noqa: ASYNC110 - the tap knows of no event
+                await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(client.complete("Once", max_tokens=2), 60)
@@ -149,6 +150,20 @@ async def test_turns_of_a_conversation_open_a_quiet_stream_each(serving, edge, w
                 said.append([(await talk.complete(text)).ids for text in ("Once upon", " and then")])
     assert said[0] == said[1]
     wire.check(streams=2)
+
+
+async def test_a_quiet_text_may_ask_for_a_service(serving, edge, prompts, wire) -> None:
+    prompt, way = prompts(1)[0], WAYS["sampled"]
+    async with serving(**BEAT) as address:
+        async with edge(address, drafter="none") as client:
+            expected = await client.complete(prompt.text, way)
+        async with edge(address, drafter="general,ngram", quiet_wire=True) as client:
+            found = await client.complete(prompt.text, way, service={"gap_ms": 60_000})
+    assert found.ids == expected.ids
+    record = found.statistics.service
+    assert record is not None
+    assert record.gaps == record.kept > 0
+    wire.check(streams=1)
 
 
 async def test_a_verifier_that_knows_no_quiet_streams_is_refused(serving, edge, monkeypatch) -> None:
