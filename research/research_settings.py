@@ -123,7 +123,7 @@ class EavesdropperSettings(Settings):
     prompts: int = option(100, "built-in prompts, of which each text has one", check=between(1, 160))
     train: int = option(3, "texts of each prompt from which the forest learns", check=at_least(1))
     test: int = option(2, "texts of each prompt that it then has to name", check=at_least(1))
-    at_once: int = option(4, "texts at once, each over its own connection", check=at_least(1))
+    at_once: int = option(2, "texts at once, each over its own connection", check=at_least(1))
     max_tokens: int = option(48, "tokens per text", check=at_least(1))
     temperature: tuple[float, ...] = listed((0.0, 1.0), "temperatures; above 0 no two texts have one seed")
     rtt: float = option(10.0, "round trip of the emulated link", metavar="MS", check=at_least(0))

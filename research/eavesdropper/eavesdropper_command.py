@@ -74,11 +74,12 @@ class WireResult:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class EavesdropperRecord:
-    """The texts of each wire, and what an eavesdropper makes of them."""
+    """The texts of each wire, `at_once` at a time, and what an eavesdropper makes of them."""
 
     environment: dict[str, Any]
     prompts: Count
     max_tokens: Count
+    at_once: Count
     results: tuple[WireResult, ...]
 
 
@@ -121,7 +122,12 @@ class Wiretap:
                     began = time.monotonic()
                     texts = await self._texts(link.address, edge | OPTIONS[wire], temperature)
                     results.append(self._result(wire, temperature, texts))
-                    say(f"{wire}, T = {temperature:g}: {time.monotonic() - began:.0f} s, {results[-1]}")
+                    say(f"{WORDS[wire]}, T = {temperature:g}: {time.monotonic() - began:.0f} s")
+                    if options.json is not None:  # each in turn, since all take long
+                        record = EavesdropperRecord(
+                            machine(), len(self._prompts), options.max_tokens, options.at_once, tuple(results)
+                        )
+                        save(record, options.json)
                 return results
 
     async def _texts(self, address: str, edge: dict[str, Any], temperature: float) -> list[Text]:
@@ -195,6 +201,4 @@ def eavesdropper(given: Given) -> int:
     prompts = held_out(-(-options.prompts // len(DOMAINS)))[: options.prompts]
     results = asyncio.run(Wiretap(options, prompts).run())
     Console(width=100, highlight=False).print(draw([Grid("", HEADINGS, 2, blocks_of(results))], LEGEND))
-    if options.json is not None:
-        save(EavesdropperRecord(machine(), len(prompts), options.max_tokens, tuple(results)), options.json)
     return 0
