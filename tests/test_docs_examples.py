@@ -147,6 +147,12 @@ def says_nothing(printed: str) -> None:
     assert not printed, "the example compares the two texts itself"
 
 
+def says_what_became_of_its_service(printed: str) -> None:
+    kept, gaps = map(int, re.findall(r"(\d+) of (\d+) gaps kept, first token after \d", printed)[0])
+    assert 0 <= kept <= gaps <= 16
+    assert gaps > 0
+
+
 USES: dict[str, Callable[[str], None]] = {
     "From Python": draws_and_counts,
     "Through the edge daemon": holds_a_story,
@@ -155,6 +161,7 @@ USES: dict[str, Callable[[str], None]] = {
     "Cancellation": is_cancelled_everywhere,
     "Deadlines": runs_out_of_time,
     "Several turns": goes_on,
+    "When tokens should come": says_what_became_of_its_service,
 }
 
 

@@ -12,7 +12,7 @@ from outrider.cloud.serving.slots import Slot
 from outrider.proto.session.both_ends import DraftingHere
 from research.fleet.prices import VerifierPrices
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local_threads import DraftPasses, LocalThreads, Propose, colocated
+from research.traces.local_threads import DraftPasses, LocalThreads, Propose, colocated
 from research.traces.traced import Policy, synchronous
 
 CORE_DRAFT_S = 0.002  # a token of the drafter beside the target, on a core of its own

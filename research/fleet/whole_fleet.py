@@ -21,10 +21,10 @@ from research.fleet.many_sessions import WARM_UP_S, Load, ManyTexts, Observed, e
 from research.fleet.prices import Device, VerifierPrices
 from research.fleet.schemes import Scheme
 from research.simulator.clock import VirtualClock
-from research.simulator.local_threads import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import WireLink
+from research.traces.local_threads import LocalThreads
 from research.traces.recordings import HitTrace
 from research.traces.traced import TracedText, open_frame, rules_of
 

@@ -18,7 +18,7 @@ from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs
-from research.simulator.local_threads import LocalThreads
+from research.traces.local_threads import LocalThreads
 
 VOCABULARY = 64
 ORACLE = hashing_oracle(7, vocab=VOCABULARY, eos_odds=0.0)

@@ -15,7 +15,7 @@ from outrider.proto.policy.patience import division_of
 from outrider.proto.session import EdgeStatistics, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local_threads import LocalThreads, colocated, drafting_beside
+from research.traces.local_threads import LocalThreads, colocated, drafting_beside
 from research.traces.recordings import HitTrace
 from research.traces.traced import Beside, Policy, replay, tokens_per_second
 

@@ -21,8 +21,8 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
 from research.simulator.clock import Costs
-from research.simulator.local_threads import drafting_beside
 from research.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
+from research.traces.local_threads import drafting_beside
 from research.traces.recordings import HitTrace
 from research.traces.traced import DrafterArm, Policy, Replay, replay, synchronous, tokens_per_second
 

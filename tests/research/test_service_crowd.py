@@ -21,8 +21,8 @@ from outrider.cloud.serving.slots import Slot
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import EdgeFrame, Open, ServiceClass, ServiceGoal, class_of
 from research.simulator.clock import Costs
-from research.simulator.local_threads import LocalThreads
 from research.simulator.simulated_verifier import SimulatedStream, SimulatedVerifier
+from research.traces.local_threads import LocalThreads
 
 GAP = ServiceGoal(gap_s=0.075)
 INTERACTIVE, BATCH = ServiceGoal(), ServiceGoal(batch=True)
