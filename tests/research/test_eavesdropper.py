@@ -35,7 +35,7 @@ def test_features_are_as_many_for_any_trace() -> None:
 
 
 def guessed(trace: Callable[[random.Random, int], list[Note]]) -> float:
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed; it is in the group dev")
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install scikit-learn")
     dice = random.Random(1)
     traces = [(prompt, run, trace(dice, prompt)) for run in range(RUNS) for prompt in range(PROMPTS)]
     return accuracy(traces, TEST_FROM)
