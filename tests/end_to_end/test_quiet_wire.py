@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleets import fleet
+from fleets import fleet, until
 
 from outrider.cloud.serving.own_drafter import OwnDrafter
 from outrider.drafters import NgramDrafter
@@ -122,9 +122,7 @@ async def test_a_text_that_is_left_goes_on_as_cells_and_frees_its_slot(serving, 
 async def test_a_text_that_is_left_before_its_verifier_answers_is_cancelled_there(serving, edge, prompts, wire) -> None:
     async with serving(max_sessions=1, **BEAT) as address, edge(address, drafter="none", quiet_wire=True) as client:
         waiting = asyncio.create_task(client.complete(prompts(1)[0].text, max_tokens=1000, ignore_eos=True))
-        async with asyncio.timeout(60):
-            while not wire.opens:  # noqa: ASYNC110 - the tap knows of no event
-                await asyncio.sleep(0)
+        await until(lambda: wire.opens)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(client.complete("Once", max_tokens=2), 60)

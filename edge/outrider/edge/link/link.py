@@ -150,7 +150,8 @@ class QuietStream(Stream):
             self._heard.put_nowait(error)
 
     def _answer(self) -> None:
-        self._outgoing.put_nowait(codec.encode_edge_cell(self._cells.cell()))
+        if not self._listener.done():
+            self._outgoing.put_nowait(codec.encode_edge_cell(self._cells.cell()))
 
     async def close(self) -> None:
         """Cancel what still runs, go on until the verifier ends the stream or is silent, and end it here too."""
