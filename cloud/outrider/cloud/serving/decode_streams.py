@@ -105,24 +105,25 @@ class DecodeStreams:
 
     async def _messages(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
         """Yield what one stream carries: its frames as they come, or cells where its Open asks for them."""
-        outbox = StreamOutbox(asyncio.get_running_loop())
+        made = list[StreamOutbox]()  # nothing is made for a stream that is refused
         try:
-            async with aclosing(self._answers(requests, context, outbox)) as frames:
+            async with aclosing(self._answers(requests, context, made)) as frames:
                 async for frame in frames:
-                    if outbox.quiet is not None:
+                    if (quiet := made[0].quiet) is not None:
                         break
                     yield frame
                 else:
                     return
-                async with aclosing(quiet_cells(frame, frames, outbox.quiet, self._config)) as cells:
+                async with aclosing(quiet_cells(frame, frames, quiet, self._config)) as cells:
                     async for cell in cells:
                         yield cell
         finally:
-            if outbox.reader is not None:
-                outbox.reader.cancel()
+            for outbox in made:
+                if outbox.reader is not None:
+                    outbox.reader.cancel()
 
     async def _answers(
-        self, requests: AsyncIterator[bytes], context: Any, outbox: StreamOutbox
+        self, requests: AsyncIterator[bytes], context: Any, made: list[StreamOutbox]
     ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as slot:
             try:
@@ -131,6 +132,8 @@ class DecodeStreams:
                 await self._refuse(error, context, "")
             key = next(self._keys)
             trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
+            outbox = StreamOutbox(asyncio.get_running_loop())
+            made.append(outbox)
             self._health.outboxes.add(outbox)
             outbox.reader = asyncio.create_task(self._read(key, requests, outbox, context))
             stream = asyncio.current_task()
