@@ -83,7 +83,7 @@ opens = st.builds(
     learning=st.none() | st.builds(t.Learning, st.integers(0, t.PROMPT_CLASSES - 1)),
     keep_s=microseconds,
 )
-continues = st.builds(t.Continue, counts, tokens, st.none() | samplings, counts)
+continues = st.builds(t.Continue, counts, tokens, st.none() | samplings, st.integers(0, (1 << 31) - 1))
 
 
 def runs_of(least: int) -> st.SearchStrategy[tuple[t.Branch, ...]]:
