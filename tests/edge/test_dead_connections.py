@@ -124,6 +124,15 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
         assert router.connections == 2
 
 
+async def test_a_connection_that_dies_soon_after_another_is_left_as_soon(monkeypatch) -> None:
+    """As where a device changes its network twice: what is spaced are connections to a slow coordinator."""
+    async with routed(monkeypatch) as (_, router, client, renewed):
+        for number in (1, 2, 3):
+            router.forget()
+            assert await client.open_lease(REQUEST) == LEASE
+            assert (router.connections, len(renewed)) == (1 + number, number)
+
+
 async def test_a_watch_ends_with_an_error_where_its_connection_is_given_up(
     monkeypatch,
 ) -> None:

@@ -145,7 +145,11 @@ class CoordinatorClient:
         try:
             if unanswered_s is not None and await self._renewed(channel, call, unanswered_s):
                 call.cancel()
-                call = over(self._channel())
+                call, asked_at = over(self._channel()), time.monotonic()
+                answer = await call
+                if time.monotonic() - asked_at < UNANSWERED_S:  # the first was dead, and nobody is slow
+                    self._renewed_at = -math.inf
+                return decode(answer)
             return decode(await call)
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
