@@ -140,7 +140,7 @@ def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, 
         target = shared_target(architecture, dtype=dtype, kv_tokens=2048)
     else:
         target = load(folders(architecture)[0], dtype=dtype, kv_tokens=2048)
-    assert target.passes.guarantee is Guarantee.BYTES
+    assert target.passes.guarantee in (Guarantee.BYTES, Guarantee.BYTES_BY_TILES)  # without instructions for bfloat16
     tokens = text(5, 300 if embedded else 120)
     alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))[-60:]
     if not embedded and dtype == "float32":  # of more rows than are folded into their key heads

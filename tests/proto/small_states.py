@@ -28,7 +28,7 @@ UNSEEN_FIELDS = {
     "DraftTree": "epoch _job_s",
     "Commit": "verified verified_here verified_beside cached_tokens accepted_here accepted",
     "Verified": "beside",
-    "VerifierSession": "ready_since _plan _newest_arrival _messages_received cached_tokens",
+    "VerifierSession": "ready_since _plan _newest_arrival _messages_received cached_tokens _recent_tokens _recent_s",
     "ReceivedDrafts": "since_miss missed_at _commits branched branch_drafts",
     "BothEnds": "_idle _kept _view _division seconds _missed _epoch",
     "LocalJob": "chance survival min_survival",

@@ -71,7 +71,7 @@ def keep_the_pages(patch: pytest.MonkeyPatch) -> None:
 def keep_the_lease(patch: pytest.MonkeyPatch) -> None:
     """The coordinator counts a session for its key for ever."""
     patch.setattr(CallerAdmission, "settle", lambda self, caller, report: None)
-    patch.setattr(KeySlots, "_expire", lambda self, now_s: None)
+    patch.setattr(KeySlots, "_forget", lambda self, key, session: None)
 
 
 def repeat_a_token(patch: pytest.MonkeyPatch) -> None:
