@@ -16,7 +16,6 @@ from research.cluster.nodes import until
 from research.cluster.packet_wire import carry
 from research.cluster.trials import Row, cost
 
-
 KEPT = []  # a wire carries for ever, and must not find the descriptors of another test's
 
 
