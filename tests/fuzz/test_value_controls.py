@@ -96,4 +96,4 @@ def test_a_planted_text_that_is_none_is_found(tmp_path: Path, monkeypatch: Patch
     fire, _, many = test_values.DOORS["client"]
     monkeypatch.setattr("outrider.edge.prompts.require_text", lambda *_: None)
     with pytest.raises(TypeError, match="TextEncodeInput"):
-        fire(many, tmp_path)
+        fire(4 * many, tmp_path)  # a prompt that is no string is one of many ways to be wrong
