@@ -121,6 +121,7 @@ class DecodeStreams:
             for outbox in made:
                 if outbox.reader is not None:
                     outbox.reader.cancel()
+                    outbox.reader = None  # whose frame has the outbox: no stream is left to the garbage collector
 
     async def _answers(
         self, requests: AsyncIterator[bytes], context: Any, made: list[StreamOutbox]
