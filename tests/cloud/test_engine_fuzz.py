@@ -76,7 +76,7 @@ LEAST = {
     "pages": 0.4, "verifiers replaced": 0.4, "drain": 0.05, "preempted": 0.05, "filled up": 0.1, "tiles": 0.1,
     "cached tokens": 100, "verified here": 10, "accepted here": 5, "texts drafted here": 1, "verified beside": 5,
     "verified beside with a grammar": 1, "whole source": 0.5, "slow source": 0.1, "failures here": 0.1,
-    "hung here": 0.1, "gaps": 20, "sat out": 0.4, "drafts given up": 1,
+    "hung here": 0.1, "gaps": 20, "sat out": 0.02, "drafts given up": 1,
 }  # fmt: skip
 
 
