@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import math
 import random
@@ -497,6 +498,19 @@ async def test_streams_that_wait_for_a_grammar_are_as_few_as_the_sessions_of_the
     await check_that_some_are_refused_for_a_while(streams)
     lease = bench.lease(session="other", key="alice")
     assert await bench.text(session="other", lease=lease) == (expected, FinishReason.LENGTH)
+
+
+@verifier()
+async def test_no_stream_that_has_ended_waits_for_the_garbage_collector(bench, expected):
+    """Streams that do hold frames and commits of long texts until it comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert await bench.text() == (expected, FinishReason.LENGTH)
+        await bench.until(lambda: not any(type(each) is StreamOutbox for each in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 @verifier(secret=SECRET)
