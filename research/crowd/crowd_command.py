@@ -87,7 +87,7 @@ class CoordinatorProcess:
             "state": folder / f"{name}.json",
         }
         options |= {"lease-secret-file": folder / "secret", "api-keys": folder / "keys.toml"}
-        options |= {"lease-secret-file": folder / "secret", "drafters": folder / "drafters"}
+        options |= {"drafters": folder / "drafters"}
         options |= {"connections-per-address": 0}  # all edges are at one address
         fixed = [f"--verifier={each}={address}" for each, address in verifiers.items()]
         words = ["-m", "outrider.deploy", "--log-level=warning", "coordinator", *fixed]

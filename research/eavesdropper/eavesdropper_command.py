@@ -57,7 +57,7 @@ class WireResult:
         tokens_per_second: tokens of all texts over the seconds that they took together.
         bytes_per_text: mean of TLS record bytes both ways, until the wire is silent.
         records_per_text: mean number of records.
-        equal: texts at T = 0 that are those of cloud streaming; 0 at other temperatures.
+        equal: texts that are those of cloud streaming; None: none was compared, at T > 0 or without cloud streaming.
     """
 
     wire: str
@@ -69,7 +69,7 @@ class WireResult:
     tokens_per_second: Metric
     bytes_per_text: Metric
     records_per_text: Metric
-    equal: Count
+    equal: Count | None
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -166,7 +166,7 @@ class Wiretap:
             tokens_per_second=sum(len(text.tokens) for text in texts) / sum(text.seconds for text in texts),
             bytes_per_text=sum(abs(size) for text in texts for _, size in text.trace) / len(texts),
             records_per_text=sum(len(text.trace) for text in texts) / len(texts),
-            equal=0 if temperature else sum(text.tokens == self._greedy.get(text.prompt) for text in texts),
+            equal=None if temperature or not self._greedy else sum(t.tokens == self._greedy[t.prompt] for t in texts),
         )
 
 

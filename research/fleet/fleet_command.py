@@ -22,6 +22,7 @@ from outrider.bench.table import UNKNOWN, Grid, draw, number
 from outrider.deploy.arguments import Given
 from outrider.deploy.link.link_traces import find_trace
 from outrider.deploy.link.shape import LinkShape
+from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.files import read_text
 from research.fleet.benchmark_again import SIMULATED, simulated_again
 from research.fleet.capacity import Bounds, Held, best_length, capacity
@@ -44,6 +45,7 @@ from research.traces.recordings import HitTrace, load_recording
 
 LINKS = ("fibre", "wifi", "5g-handover", "lte-motion")
 CARD_HOUR = 2.5  # dollars
+WITH_LENGTH = ("centralised", "rounds", "deadline")  # schemes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,6 @@ def search(traces: Sequence[HitTrace], bounds: Bounds, seeds: int, cell: Cell) -
     held = [first, *(found(first.scheme, max(1, first.sessions), seed) for seed in range(1, seeds))]
     held.sort(key=lambda each: each.sessions)
     return [held[(len(held) - 1) // 2], held[0], held[-1]]
-
-
-WITH_LENGTH = ("centralised", "rounds", "deadline")
 
 
 def _schemes(prices: VerifierPrices, gap_s: float) -> Mapping[str, Callable[[int], Scheme]]:
@@ -198,6 +197,8 @@ def fleet_command(given: Given) -> int:
     options = given(FleetSettings)
     if options.json is not None:
         check_file(options.json, "json")
+    if not options.pace:
+        raise ConfigError("must be above 0, since it sets the rate of arrivals", field="pace")
     traces, arrivals = _traces(options.traces), read_arrivals(options.arrivals)
     bounds = Bounds(gap_s=options.gap / 1e3, pace_s=options.pace / 1e3)
     prices = VERIFIERS[options.price]
@@ -237,6 +238,8 @@ def check_command(given: Given) -> int:
     options = given(CheckSettings)
     if options.json is not None:
         check_file(options.json, "json")
+    if not options.measured:
+        raise ConfigError("names no record; give some that `outrider bench --json` wrote", field="measured")
     recording = load_recording(options.traces)
     drafter, traces = next(iter(recording.traces.items()))
     rows = []

@@ -14,7 +14,7 @@ _NIM = "NVIDIA NIM for LLMs, Performance (docs.nvidia.com/nim/benchmarking/llm/1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierPrices:
-    """What a verifier's work takes.
+    """Seconds of a verifier's work, and its cards.
 
     Attributes:
         name: name in tables.

@@ -14,6 +14,7 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import place
 from outrider.deploy.link.link_traces import LinkTrace
 from outrider.proto.errors import ConfigError, ResourceExhausted
+from outrider.proto.plumbing.files import read_text
 from outrider.proto.policy import Measurements
 from outrider.proto.session import Done, EdgeInstruction, EdgeSession
 from outrider.proto.types import Sampling
@@ -46,13 +47,15 @@ def read_arrivals(path: Path) -> list[Arrival]:
     """Read a trace of Azure's LLM inference, 2023 (github.com/Azure/AzurePublicDataset, CC-BY 4.0).
 
     Raises:
-        ConfigError: it has other columns, or no requests.
+        ConfigError: it cannot be read, has other columns or a wrong line, or no requests.
     """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            raise ConfigError(f"{path} has not the columns {', '.join(COLUMNS)} of Azure's trace", field="arrivals")
+    rows = csv.DictReader(read_text(path, "arrivals").removeprefix("\ufeff").splitlines())
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ConfigError(f"{path} has not the columns {', '.join(COLUMNS)} of Azure's trace", field="arrivals")
+    try:
         asked = [(datetime.fromisoformat(row[COLUMNS[0]][:26]), int(row[COLUMNS[2]])) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} line {rows.line_num}: {error}", field="arrivals") from error
     if not asked:
         raise ConfigError(f"{path} has no requests", field="arrivals")
     first = asked[0][0]

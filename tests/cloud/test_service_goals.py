@@ -1,4 +1,4 @@
-"""What a step is held to by goals of service, rule by rule; `research/test_service_crowd.py` has whole crowds."""
+"""Rules by which goals of service hold a step, one by one; `research/test_service_crowd.py` has whole crowds."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
 
 
 async def test_a_connection_that_dies_soon_after_another_is_left_as_soon(monkeypatch) -> None:
-    """As where a device changes its network twice: what is spaced are connections to a slow coordinator."""
+    """A device may change its network twice; connections are spaced where the coordinator is slow."""
     async with routed(monkeypatch) as (_, router, client, renewed):
         for number in (1, 2, 3):
             router.forget()

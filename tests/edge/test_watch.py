@@ -88,7 +88,8 @@ async def test_texts_to_come_have_what_is_offered_and_others_stay(tokenizer_file
     assert shelf.drafters()[0] == ()
 
 
-async def test_a_coordinator_that_comes_back_is_watched_again(tokenizer_file, tmp_path, monkeypatch) -> None:
+async def lose_and_watch_again(tokenizer_file, tmp_path, monkeypatch) -> None:
+    """See drafters that come after a coordinator was lost."""
     monkeypatch.setattr(preparation, "WATCH_AGAIN_S", 0.001)
     coordinator = Coordinator(tokenizer_file, monkeypatch, drafters("a"), drafters("b"))
     it = prepared_by(coordinator, tokenizer_file, tmp_path)
@@ -97,21 +98,18 @@ async def test_a_coordinator_that_comes_back_is_watched_again(tokenizer_file, tm
     coordinator.events.put_nowait(None)
     await until(lambda: shelf.names == "b")
     await it.close()
+
+
+async def test_a_coordinator_that_comes_back_is_watched_again(tokenizer_file, tmp_path, monkeypatch) -> None:
+    await lose_and_watch_again(tokenizer_file, tmp_path, monkeypatch)
 
 
 async def test_edges_that_lost_a_coordinator_together_do_not_come_back_together(
     tokenizer_file, tmp_path, monkeypatch
 ) -> None:
     pauses: list[tuple[float, float]] = []
-    monkeypatch.setattr(preparation, "WATCH_AGAIN_S", 0.001)
     monkeypatch.setattr(preparation.random, "uniform", lambda *spread: pauses.append(spread) or sum(spread) / 2)
-    coordinator = Coordinator(tokenizer_file, monkeypatch, drafters("a"), drafters("b"))
-    it = prepared_by(coordinator, tokenizer_file, tmp_path)
-    shelf = (await it.find(CHANNELS)).shelf  # type: ignore[arg-type]
-    coordinator.events.put_nowait(Unavailable("gone"))
-    coordinator.events.put_nowait(None)
-    await until(lambda: shelf.names == "b")
-    await it.close()
+    await lose_and_watch_again(tokenizer_file, tmp_path, monkeypatch)
     assert pauses == [(0.5, 1.5)]
 
 

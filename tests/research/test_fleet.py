@@ -129,7 +129,15 @@ def test_arrivals_are_read_from_azures_trace(tmp_path) -> None:
     assert second.tokens == MAX_TOKENS
 
 
-@pytest.mark.parametrize(("rows", "said"), [("a,b\n1,2\n", "columns"), (HEADER, "no requests")])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("a,b\n1,2\n", "columns"),
+        (HEADER, "no requests"),
+        (HEADER + "soon,1,2\n", "line 2"),
+        (HEADER + "\n1\n", "line 3"),
+    ],
+)
 def test_another_file_of_arrivals_is_refused_by_name(tmp_path, rows: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         read_arrivals(arrivals_file(tmp_path, rows))

@@ -1,4 +1,4 @@
-"""What became of the service that a text asked for, by the verifier's own times in its commits; both sides count it."""
+"""Records of the service that a text asked for and got, which both sides count by the verifier's times in commits."""
 
 from __future__ import annotations
 
