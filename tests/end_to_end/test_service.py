@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from fleets import until
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
@@ -62,6 +63,7 @@ async def test_a_verifier_counts_what_became_of_goals(edge) -> None:
         assert all(record.gaps == 11 and record.first_token_s > 0 for record in records)
         assert missed.ids == kept.ids == batch.ids
         asked = [("figures", "missed"), ("figures", "kept"), ("batch", "kept"), ("batch", "missed")]
+        await until(lambda: sum(counted(server, *each) for each in asked) == 3)  # after the answer, as its session ends
         assert [counted(server, *each) for each in asked] == [1, 1, 1, 0]
         assert 0.01 < server.status().gap_s < 10
     await server.stop(0)
