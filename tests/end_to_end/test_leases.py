@@ -20,12 +20,10 @@ PROMPT = "def main(argv):\n"
 
 
 async def test_a_text_outlives_its_lease(tmp_path) -> None:
-    async with (
-        fleet("verifier", verifier={"min_step_s": 0.01}, lease_seconds=0.7, poll_s=0.1) as found,
-        found.client(tmp_path) as client,
-    ):
-        short = await client.complete(PROMPT, max_tokens=20)
-        long = await client.complete(PROMPT, max_tokens=200)
+    async with fleet("verifier", verifier={"min_step_s": 0.01}, lease_seconds=0.7, poll_s=0.1) as found:
+        async with found.client(tmp_path) as client:
+            short = await client.complete(PROMPT, max_tokens=20)
+            long = await client.complete(PROMPT, max_tokens=200)
         control = CoordinatorClient(found.address)
         reported = (await control.status()).recent
         await control.close()
