@@ -44,7 +44,7 @@ MAX_ADMITTED = 256  # that a verifier reports
 PROCESSES = 2  # of edges
 UPDATED = "swift"  # drafter of which edges are told a new version
 SLOW_MS = 1000.0  # a lease that takes longer is no service
-PERIOD_S, CALM_S, WITHIN_S, TEXT_S = 10.0, 5.0, 90.0, 10.0
+PERIOD_S, CALM_S, WITHIN_S, TEXT_S = 10.0, 5.0, 150.0, 10.0
 GENTLE, USUAL = 0.005, 0.01  # texts a second, of each edge
 START_WITHIN_S = 60.0
 NOTHING = {"address": "", "model": "", "tokenizer_sha256": ""}  # that a coordinator asks a fixed verifier for
@@ -304,7 +304,7 @@ class Trials:
         async def kill() -> None:
             killed.kill()
 
-        back = self._back(kill, self._options.edges // 2, 0)
+        back = self._back(kill, self._options.edges * 2 // 5, 0)  # some may have left it before
         await self._observed("one of two is killed", back, rate)
 
     async def _restart(self) -> None:

@@ -16,10 +16,12 @@ from outrider.edge.link import control_client
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.link import Channels
 from outrider.proto import codec
+from outrider.proto.channel import HEALTH_METHOD, HEALTHY
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import Lease, LeaseRequest
 
+HEALTH_SERVICE = HEALTH_METHOD.split("/")[1]
 LEASE = Lease(b"token", "v", "127.0.0.1:1", 60.0, "tiny", "")
 REQUEST = LeaseRequest("tiny", "session")
 SUSPECTED = LeaseRequest("tiny", "session", suspected=True)
@@ -30,13 +32,15 @@ class Leasing:
     """Answers after `takes_s`, and counts what it was asked."""
 
     def __init__(self) -> None:
-        self.takes_s, self.asked, self.drops = 0.0, 0, False
+        self.takes_s, self.asked, self.drops, self.well = 0.0, 0, False, True
         self.server = grpc.aio.server()
         handlers = {
             "OpenLease": grpc.unary_unary_rpc_method_handler(self._open),
             "WatchDrafters": grpc.unary_stream_rpc_method_handler(self._watch),
         }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, handlers),))
+        health = grpc.unary_unary_rpc_method_handler(self._health)
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH_SERVICE, {"Check": health}),))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
 
     async def _open(self, _: bytes, context: Any) -> bytes:
@@ -45,6 +49,10 @@ class Leasing:
             await context.abort(grpc.StatusCode.CANCELLED)
         await asyncio.sleep(self.takes_s)
         return codec.encode_lease(LEASE)
+
+    async def _health(self, _: bytes, __: Any) -> bytes:
+        await asyncio.sleep(0 if self.well else 60)
+        return HEALTHY
 
     async def _watch(self, _: bytes, context: Any) -> None:
         await context.write(codec.encode_drafters(()))
@@ -96,6 +104,7 @@ Routed = tuple[Leasing, Router, CoordinatorClient, list[str]]
 async def routed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Routed]:
     """A coordinator behind a router, a client that has had a lease, and a note of each time that it renewed."""
     monkeypatch.setattr(control_client, "UNANSWERED_S", UNANSWERED_S)
+    monkeypatch.setattr(control_client, "SUSPECTED_S", UNANSWERED_S / 2)
     coordinator, renewed = Leasing(), list[str]()
     await coordinator.server.start()
     router = Router(coordinator.port)
@@ -125,7 +134,7 @@ async def test_a_lease_is_had_over_another_connection_where_the_first_is_dead(re
 
 
 async def test_a_connection_that_dies_soon_after_another_is_left_as_soon(monkeypatch) -> None:
-    """A device may change its network twice; connections are spaced where the coordinator is slow."""
+    """A device may change its network twice."""
     async with routed(monkeypatch) as (_, router, client, renewed):
         for number in (1, 2, 3):
             router.forget()
@@ -159,11 +168,20 @@ async def test_a_watch_that_is_cancelled_is_cancelled(monkeypatch) -> None:
             await waiting
 
 
-async def test_a_slow_coordinator_is_asked_twice_and_not_again_soon(monkeypatch) -> None:
-    async with routed(monkeypatch) as (coordinator, router, client, _):
+@pytest.mark.parametrize("request_", [REQUEST, SUSPECTED])
+async def test_a_slow_coordinator_that_says_its_health_is_waited_for(request_, monkeypatch) -> None:
+    """Another connection, and a call at the end of its line, would make it slower."""
+    async with routed(monkeypatch) as (coordinator, router, client, renewed):
         coordinator.takes_s = 3 * UNANSWERED_S
-        assert [await client.open_lease(REQUEST) for _ in range(3)] == [LEASE] * 3
-        assert (router.connections, coordinator.asked) == (2, 1 + 2 + 1 + 1)
+        assert await asyncio.gather(*(client.open_lease(request_) for _ in range(3))) == [LEASE] * 3
+        assert (router.connections, coordinator.asked, renewed) == (1, 1 + 3, [])
+
+
+async def test_a_coordinator_that_says_nothing_at_all_is_asked_over_another_connection(monkeypatch) -> None:
+    async with routed(monkeypatch) as (coordinator, router, client, renewed):
+        coordinator.takes_s, coordinator.well = 3 * UNANSWERED_S, False
+        assert await client.open_lease(REQUEST) == LEASE
+        assert (router.connections, coordinator.asked, renewed) == (2, 1 + 2, ["renewed"])
 
 
 async def test_a_coordinator_that_drops_calls_of_too_long_a_line_is_asked_again(monkeypatch) -> None:

@@ -38,7 +38,7 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
 
 MAX_TEMPLATE_BYTES = 1 << 20
-WATCH_AGAIN_S = 20.0  # on average, after a coordinator went away, or cannot be watched
+WATCH_AGAIN_S = 40.0  # on average, after a coordinator went away, or cannot be watched: drafters are not urgent
 
 log = logging.getLogger(__name__)
 

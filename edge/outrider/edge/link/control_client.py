@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -14,7 +14,7 @@ import grpc
 from outrider.edge.features import FleetPriors
 from outrider.edge.link.security import Security
 from outrider.proto import codec
-from outrider.proto.channel import CLIENT_OPTIONS, OWN_CONNECTION
+from outrider.proto.channel import CLIENT_OPTIONS, HEALTH_METHOD, OWN_CONNECTION
 from outrider.proto.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
+SUSPECTED_S = 0.3  # as well, where a stream of this machine has fallen silent
+HEALTH_WITHIN_S = 1.0  # before that
 BUSY_RETRY_S = 1.0  # on average
-RENEW_EVERY_S = 10.0  # at most: a coordinator that is slow for everybody gets no crowd of handshakes
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
 
@@ -34,9 +35,10 @@ _PREFIX = f"/{codec.CONTROL_SERVICE}/"
 class CoordinatorClient:
     """One channel to a coordinator. Every call has a deadline and raises errors of the tree.
 
-    A connection dies unsaid where this machine changes its network, or a router forgets it. So a lease that is not
-    answered for `UNANSWERED_S` is asked for over another connection too, and one in place of a silent verifier's at
-    once: where that connection stands before the answer has come, it takes the place of the first.
+    A connection dies unsaid where this machine changes its network, or a router forgets it. So where neither a lease
+    nor the coordinator's health has an answer within `UNANSWERED_S`, or `SUSPECTED_S` for a lease in place of a silent
+    verifier's, another connection is made, and takes the place of the first where it stands before either answer comes.
+    A coordinator that is slow says its health, and gets no crowd of handshakes.
 
     Attributes:
         on_renewed: called then, since other connections of this machine may be as dead.
@@ -56,12 +58,11 @@ class CoordinatorClient:
         self._credentials: grpc.ChannelCredentials | None = None
         self._open: grpc.aio.Channel | None = None
         self._retired: set[asyncio.Task[None]] = set()
-        self._renewed_at = -math.inf
         self._renewing: asyncio.Task[None] | None = None  # makes another connection, and uses it once it stands
         self.on_renewed: Callable[[], None] = lambda: None
 
     async def open_lease(self, request: LeaseRequest) -> Lease:
-        unanswered_s = 0.0 if request.suspected else UNANSWERED_S
+        unanswered_s = SUSPECTED_S if request.suspected else UNANSWERED_S
         lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease, unanswered_s)
         self.priors.learn(request, lease)
         self.newest_lease = lease
@@ -145,11 +146,7 @@ class CoordinatorClient:
         try:
             if unanswered_s is not None and await self._renewed(channel, call, unanswered_s):
                 call.cancel()
-                call, asked_at = over(self._channel()), time.monotonic()
-                answer = await call
-                if time.monotonic() - asked_at < UNANSWERED_S:  # the first was dead, and nobody is slow
-                    self._renewed_at = -math.inf
-                return decode(answer)
+                call = over(self._channel())
             return decode(await call)
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
@@ -165,21 +162,23 @@ class CoordinatorClient:
             call.cancel()
 
     async def _renewed(self, channel: grpc.aio.Channel, call: Any, unanswered_s: float) -> bool:
-        """Wait for a call's answer; return whether another connection stood before it came, and is the one to use."""
-        answer = asyncio.ensure_future(call.code())
+        """Wait for a call's answer; return whether its connection seems dead and another is the one to use."""
+        health = _health(channel, unanswered_s - HEALTH_WITHIN_S)
+        signs = [asyncio.ensure_future(call.code()), asyncio.create_task(health)]
         try:
-            await asyncio.wait([answer], timeout=unanswered_s)
-            spaced = unanswered_s == 0 or time.monotonic() - self._renewed_at > RENEW_EVERY_S
-            if self._renewing is None and self._open is channel and not answer.done() and spaced:
-                self._renewed_at = time.monotonic()
+            await asyncio.wait(signs, timeout=unanswered_s, return_when=asyncio.FIRST_COMPLETED)
+            alive = any(sign.done() for sign in signs)
+            if not alive and self._open is channel and self._renewing is None:
                 self._renewing = asyncio.create_task(self._renew())
-            if self._renewing is not None:
-                await asyncio.wait([answer, self._renewing], return_when=asyncio.FIRST_COMPLETED)
-            if answer.done() and self._renewing is not None:
-                self._renewing.cancel()  # the connection is alive
-            return not answer.done() and self._open is not channel
+            if not alive and self._renewing is not None:
+                await asyncio.wait([*signs, self._renewing], return_when=asyncio.FIRST_COMPLETED)
+                alive = any(sign.done() for sign in signs)
+            if alive and self._open is channel and self._renewing is not None:
+                self._renewing.cancel()
+            return not alive and self._open is not channel
         finally:
-            answer.cancel()
+            for sign in signs:
+                sign.cancel()
 
     async def _renew(self) -> None:
         options = [*CLIENT_OPTIONS, OWN_CONNECTION]
@@ -194,6 +193,14 @@ class CoordinatorClient:
             self.on_renewed()
         finally:
             self._renewing = None
+
+
+async def _health(channel: grpc.aio.Channel, after_s: float) -> None:
+    """Ask over a connection whether anybody is there; any answer will do, and so will an error."""
+    await asyncio.sleep(after_s)
+    ask: Any = channel.unary_unary(HEALTH_METHOD)
+    with suppress(grpc.aio.AioRpcError):
+        await ask(b"")
 
 
 def _plain(details: str) -> str:
