@@ -167,6 +167,10 @@ async def test_whatever_is_said_cells_of_one_size_leave_on_the_beat(clock: Clock
     assert found == [b"opened", *(frame for _, frame in STREAMS[name])]
 
 
+def test_numbers_of_beats_are_few() -> None:
+    assert [number for number in range(200) if ends_at_beat(number)] == [16, 24, 32, 48, 64, 96, 128, 192]
+
+
 def without_padding(writer: CellWriter) -> bytes:
     return CELL(writer).rstrip(b"\0")
 

@@ -267,6 +267,19 @@ async def test_the_text_survives_cuts_while_steps_verify_trees(verifier, edge, r
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+async def test_the_text_is_the_same_with_trees_in_quiet_streams(serving, edge, prompts, name) -> None:
+    chosen, sampling = prompts(1)[:2], ALL_SAMPLING[name]
+    async with serving(quiet_beat_s=0.02) as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        async with edge(address, drafter="general", patience=WAITS, quiet_wire=True) as client:
+            done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    assert [each.ids for each in done] == expected
+    assert sum(each.statistics.verified_beside for each in done) >= 4
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
 async def test_the_text_is_the_same_with_branches_of_a_second_drafter(verifier, edge, prompts, monkeypatch) -> None:
     read: list[int] = []
     really = EdgeSession._take_idle

@@ -3,7 +3,7 @@
 From the answer to its Open on, a stream with `Open.quiet` carries cells of one size each way. The verifier sends one at
 every beat, whether or not it has something to say, and the edge answers each after a fixed time. What does not fit a
 cell goes on in the next. After its last frame the stream goes on with empty cells up to a number of beats that many
-texts have. So an observer learns that number and the size of the Open, and both are rounded up to a power of two.
+texts have. So an observer learns that number and the size of the Open, both of them rounded up.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ def next_beat(period_s: float, now: float) -> float:
 
 
 def ends_at_beat(beats: int) -> bool:
-    """Return whether a stream that has nothing more to say ends after so many beats."""
-    return beats >= MIN_BEATS and beats & (beats - 1) == 0
+    """Return whether a stream that has nothing more to say ends after so many beats, as 16, 24, 32, 48, 64, 96."""
+    leading = beats // 3 if beats % 3 == 0 else beats
+    return beats >= MIN_BEATS and leading & (leading - 1) == 0
 
 
 def opening_bytes(size: int) -> int:
