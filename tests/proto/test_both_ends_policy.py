@@ -96,6 +96,25 @@ def test_fewer_drafts_pay_where_all_sessions_wait_for_the_rows_of_each() -> None
     assert many.drafts < few.drafts
 
 
+CROWD = replace(
+    VIEW, acceptance=0.76, step_s=0.0165, row_s=0.0107, round_trip_s=0.015, here_s=0.00226, sharing=2.5
+)  # of 64 sessions
+
+
+def test_an_edge_pays_in_a_crowd_whose_rows_are_dear() -> None:
+    """Of what it has sent a step verifies what pays, and the rest costs nobody a row."""
+    division = division_of(CROWD)
+    assert division.edge_pays
+    assert division.here_s == 0.0
+    few = min(_with_costs(replace(CROWD, max_drafts=most), division).token_s for most in (1, 2, 3))
+    assert _with_costs(CROWD, division).token_s <= 1.02 * few, "whatever a step may verify"
+
+
+def test_drafts_that_come_too_late_do_not_pay_in_a_crowd_either() -> None:
+    assert not division_of(replace(CROWD, drafting_s=0.05)).edge_pays
+    assert not division_of(replace(CROWD, round_trip_s=0.5)).edge_pays
+
+
 @given(views)
 def test_goal_efficiency_takes_the_least_cloud_work(view) -> None:
     thrifty = division_of(replace(view, goal=Goal.EFFICIENCY))

@@ -117,3 +117,13 @@ def test_both_ends_are_not_slowed_by_the_rows_of_each_other(row_ms) -> None:
     assert both > 1.05 * max(cloud, colocated)
     # A step waits out the margin of drafts from afar, and not yet that of a wait of both ends: 0.91 with cheap rows.
     assert both > 0.9 * edge
+
+
+def test_a_verifier_of_a_crowd_leaves_the_drafting_to_quick_edges() -> None:
+    """An edge's drafts are weighed by the rows that a step takes of them, not by all that it could."""
+    prices = VerifierPrices(name="test", step_s=0.0186, row_s=0.0001, source="made up")
+    edge, both = (
+        crowd(scheme, 64, 0.014, prices=prices) for scheme in (edges_alone(), replace(edges_alone(), threads=8))
+    )
+    assert speed(both) > 0.97 * speed(edge)
+    assert both.cloud_drafting_s < 0.001

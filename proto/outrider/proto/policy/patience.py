@@ -399,6 +399,7 @@ def _run(view: VerifierView, division: Division, head: int) -> tuple[float, ...]
         Chance that a branch follows the miss at its end; expected tokens; seconds in all, of steps, of drafting here.
     """
     drafts, edge = division.drafts, division.edge_pays
+    most = max(drafts, best_block(view))  # of what an edge has sent no more is verified
     branch_s = _BRANCHES * view.branch_drafts * view.drafting_s if edge else 0.0
     committed, now, left, survival = 0, 0.0, head, 1.0
     seconds = steps_s = here_s = branched = 0.0
@@ -414,7 +415,7 @@ def _run(view: VerifierView, division: Division, head: int) -> tuple[float, ...]
                 made_s = lacking * view.here_s
                 wait_s = view.sharing * made_s
             here = drafts
-        block = min(here, view.max_drafts)
+        block = min(here, most)
         step_s = view.step_s + (block + 1) * view.row_s + _AHEAD_S * division.ahead
         now += wait_s + step_s
         left = max(0, here - block - 1)
