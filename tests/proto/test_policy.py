@@ -595,6 +595,18 @@ def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
     assert base_s + 5 * row_s == pytest.approx(0.08, rel=0.1)
 
 
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_steps_of_more_rows_are_no_slower_machine(slower) -> None:
+    """Rows that grow within an octave say nothing of other octaves, and a machine that slows down does."""
+    cost = StepCost()
+    for rows in (40, 90, 140) * 20:
+        cost.add(rows, 0.0186 + 0.0001 * rows)
+    for _ in range(60):
+        cost.add(120, slower * (0.0186 + 0.0001 * 120))
+    assert cost.seconds(140) == pytest.approx(slower * (0.0186 + 0.0001 * 140), rel=0.01)
+    assert cost.line(91)[1] == pytest.approx(slower * 91 * 0.0001, rel=0.1)
+
+
 # === lingering ==================================================================================================
 
 

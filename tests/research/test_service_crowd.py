@@ -47,8 +47,8 @@ class Fared:
 
     @property
     def least_share(self) -> float:
-        """Least rate over the median of the class."""
-        return min(self.rates) / max(1e-9, statistics.median(self.rates))
+        """Least rate over the median of the class, or over a token a step where the drafts of others hit more often."""
+        return min(self.rates) / max(1e-9, min(statistics.median(self.rates), 1 / statistics.median(self.gaps)))
 
 
 def fared(simulations: Sequence[FaultySimulation], of: ServiceClass) -> Fared:

@@ -485,15 +485,16 @@ class StepCost:
     def add(self, rows: int, seconds: float) -> None:
         """Count a step of `rows` rows that took `seconds`."""
         octave = min(_OCTAVES - 1, rows.bit_length() - 1)
-        measured = self.seconds_of[octave]
-        before = measured.value
-        self.rows[octave].add(rows)
+        measured, of_rows = self.seconds_of[octave], self.rows[octave]
+        curve, mean_rows, before = self._curve(), of_rows.value, measured.value
+        of_rows.add(rows)
         measured.add(seconds)
         self.weights = [weight * _STEP_FADE for weight in self.weights]
         self.weights[octave] += 1
         # A machine gets faster or slower for all octaves: one that is not met any more must not keep the price of a bad
-        # moment, which would keep it from ever being met again.
+        # moment, which would keep it from ever being met again. That more rows take longer is no such change.
         if before > 0:
+            before *= _along(curve, of_rows.value) / _along(curve, mean_rows)
             for other in self.seconds_of:
                 if other is not measured:
                     other.value *= measured.value / before
