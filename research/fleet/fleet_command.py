@@ -202,9 +202,7 @@ def fleet_command(given: Given) -> int:
     traces, arrivals = _traces(options.traces), read_arrivals(options.arrivals)
     bounds = Bounds(gap_s=options.gap / 1e3, pace_s=options.pace / 1e3)
     prices = VERIFIERS[options.price]
-    plan = FleetPlan(
-        edges=options.edges, texts=options.texts, seconds=options.seconds, pace_s=bounds.pace_s, seed=options.seed
-    )
+    plan = FleetPlan(edges=options.edges, seconds=options.seconds, pace_s=bounds.pace_s, seed=options.seed)
     schemes = [
         cloud_streaming(),
         centralised(prices, options.length),
@@ -213,15 +211,17 @@ def fleet_command(given: Given) -> int:
         edges_alone(),
         both_ends(prices),
     ]
-    work = [(scheme, replace(plan, verifiers=count)) for count in options.verifiers for scheme in schemes]
+    plans = [replace(plan, verifiers=count, texts=count * options.texts) for count in options.verifiers]
+    work = [(scheme, of_plan) for of_plan in plans for scheme in schemes]
     rows = []
     runs = _mapped(partial(_run, traces, arrivals, prices), work)
     for (scheme, of_plan), (found, refused) in zip(work, runs, strict=True):
-        row = {"scheme": scheme.name, "verifiers": of_plan.verifiers, "refused": refused}
+        row = {"scheme": scheme.name, "verifiers": of_plan.verifiers, "texts": of_plan.texts, "refused": refused}
         rows.append(row | _said(found, prices.cards * of_plan.verifiers, bounds))
         print(json.dumps(rows[-1]), flush=True)
     Console(width=100, highlight=False).print(draw([_fleet_table(rows)]))
-    _save(options.json, {"prices": asdict(prices), "plan": asdict(plan), "bounds": asdict(bounds), "rows": rows})
+    run = {"edges": plan.edges, "seconds": plan.seconds, "seed": plan.seed}
+    _save(options.json, {"prices": asdict(prices), "run": run, "bounds": asdict(bounds), "rows": rows})
     return 0
 
 
