@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from scripted_cloud import EOS, scripted_client
 from tokenizers import Tokenizer
@@ -30,10 +31,12 @@ class ScriptedTexts:
         opened: prompt of each text, as the verifier got it, and the sampling's seed.
     """
 
-    def __init__(self, texts: Sequence[str], *, sizes: Sequence[int] = (), template: bool = False) -> None:
+    def __init__(
+        self, texts: Sequence[str], *, sizes: Sequence[int] = (), template: bool = False, **config: Any
+    ) -> None:
         self.opened: list[tuple[str, int]] = []
         self._left = list(texts)
-        self._config = {"chat_template": TEMPLATE} if template else {}
+        self._config = config | ({"chat_template": TEMPLATE} if template else {})
         self._sizes = sizes
 
     async def make_client(self, _: Given) -> Client:

@@ -31,8 +31,10 @@ CHAT = ["chat", "--coordinator", "127.0.0.1:1", "--max-tokens", "200"]
 def chat(monkeypatch, capfdbinary):
     """Chat by these lines of a pipe with a cloud of these answers; return its status, outputs, prompts and seeds."""
 
-    def run(answers: list[str], *lines: str, words: tuple[str, ...] = ()) -> tuple[int, str, str, list[str]]:
-        texts = ScriptedTexts(answers, template=True)
+    def run(
+        answers: list[str], *lines: str, words: tuple[str, ...] = (), **config: Any
+    ) -> tuple[int, str, str, list[str]]:
+        texts = ScriptedTexts(answers, template=True, **config)
         monkeypatch.setattr(chat_module, "_client", texts.make_client)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode())))
         status = main([*CHAT, *words])
@@ -58,6 +60,13 @@ def test_a_turn_continues_the_conversation_and_keeps_its_tokens(chat) -> None:
     assert asked(opened) == ["first", "first<|assistant|>one<|end|><|user|>second"]
     assert "tokens kept" not in err.splitlines()[0]
     assert "tokens kept" in err.splitlines()[1]
+
+
+def test_a_service_that_was_asked_for_is_said_to_be_kept_or_missed(chat) -> None:
+    _, _, err, _ = chat(["one"], "first", service="batch")
+    assert "; service kept: " in err
+    _, _, err, _ = chat(["one"], "first")
+    assert "service" not in err
 
 
 def test_what_the_conversation_does_not_begin_with_is_sent_whole(chat) -> None:

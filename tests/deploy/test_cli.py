@@ -50,7 +50,10 @@ def test_run_prints_one_json_object_a_prompt(tmp_path, capfd) -> None:
         assert record["finish_reason"] == "length"
         assert record["uplink_bytes"] > 0
         assert record["downlink_bytes"] > 0
-    _, again, _ = run(*arguments, "--drafter", "none", capfd=capfd)
+    _, again, _ = run(*arguments, "--drafter", "none", "--service", "batch", capfd=capfd)
+    services = [json.loads(line)["service"] for line in again.splitlines()]
+    assert [(each["goal"], each["missed"]) for each in services] == [("batch", False)] * 2
+    assert all(each["gaps_kept"] == each["gaps"] == 7 for each in services)
     assert [json.loads(line)["tokens"] for line in again.splitlines()] == [record["tokens"] for record in records]
 
 

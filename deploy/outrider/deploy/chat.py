@@ -339,6 +339,9 @@ def _statistics(event: Finished, continued: int) -> str:
         f"{s.accepted} drafts, {s.steps / max(1, s.committed):.2f} steps a token",
     ]
     parts += [f"{continued} tokens kept"] if continued else []
+    if s.service is not None:
+        kept = "missed" if s.service.missed else "kept"
+        parts.append(f"service {kept}: {s.service.kept} of {s.service.gaps} gaps in time")
     parts += [f"drafter failed: {s.drafter_error}"] if s.drafter_error else []
     parts += [event.reason.name.lower()] if event.reason is not FinishReason.EOS else []
     return "; ".join(parts)

@@ -19,6 +19,7 @@ from outrider.deploy.process.termination import temporary_folder
 from outrider.deploy.show import LiveText, marks_of
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
+from outrider.proto.session.service_record import service_summary
 
 
 def run(given: Given) -> int:
@@ -115,6 +116,7 @@ def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         "uplink_bytes": statistics.uplink_bytes,
         "downlink_bytes": statistics.downlink_bytes,
         "finish_reason": completion.finish_reason.name.lower(),
+        **({"service": service_summary([statistics.service])} if statistics.service is not None else {}),
     }
 
 

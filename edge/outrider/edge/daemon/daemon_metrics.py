@@ -16,6 +16,7 @@ from outrider.edge.event_stream import Event, Tokens
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.metrics import SECONDS
 from outrider.proto.session import EdgeSession, EdgeStatistics
+from outrider.proto.session.service_record import service_summary
 from outrider.proto.types import CloudFrame, Commit, Provenance
 
 
@@ -164,6 +165,7 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     verified = sum(observer.statistics.verified for observer in observers)
     most = max([0, *(observer.max_verified for observer in observers), *accepted_of])
     errors = [observer.statistics.drafter_error for observer in observers if observer.statistics.drafter_error]
+    services = [record for observer in observers if (record := observer.statistics.service) is not None]
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
@@ -177,24 +179,7 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
         "seed": seed,
         "drafter": observers[0].drafter if observers else "none",
         "drafter_error": errors[0] if errors else None,
-        **_service_of(observers),
-    }
-
-
-def _service_of(observers: Sequence[TextObserver]) -> dict[str, Any]:
-    """Return what became of the service that the texts asked for, at their verifiers; empty: they asked for none."""
-    records = [record for observer in observers if (record := observer.statistics.service) is not None]
-    if not records:
-        return {}
-    return {
-        "service": {
-            "goal": str(records[0].goal),
-            "gaps": sum(record.gaps for record in records),
-            "gaps_kept": sum(record.kept for record in records),
-            "first_token_ms": round(1e3 * max(record.first_token_s for record in records), 3),
-            "missed": any(record.missed for record in records),
-            "unlikely": any(record.unlikely for record in records),
-        }
+        **({"service": service_summary(services)} if services else {}),
     }
 
 

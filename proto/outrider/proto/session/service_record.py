@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.proto.types import Commit, ServiceGoal
 
@@ -44,3 +46,15 @@ class ServiceRecord:
         """Whether the first token came too late, or more gaps were too long than may be."""
         late = 0 < self.goal.first_token_s < self.first_token_s
         return late or self.kept < KEPT_SHARE * self.gaps
+
+
+def service_summary(records: Sequence[ServiceRecord]) -> dict[str, Any]:
+    """Return what became of the service that some texts of one request asked for, for JSON; there is at least one."""
+    return {
+        "goal": str(records[0].goal),
+        "gaps": sum(record.gaps for record in records),
+        "gaps_kept": sum(record.kept for record in records),
+        "first_token_ms": round(1e3 * max(record.first_token_s for record in records), 3),
+        "missed": any(record.missed for record in records),
+        "unlikely": any(record.unlikely for record in records),
+    }
