@@ -142,12 +142,12 @@ def read(slots: list[Slot], batch: Batch) -> None:
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
     decoding, long, short = slot_of(), slot_of(unread=32000), slot_of(unread=10)
     for now in (0.0, 2 * MAX_WAIT_S):
-        batch = Batching().plan([decoding, long, short], now)
+        batch = replace(measured(), prefill_chunk=0).plan([decoding, long, short], now)
         assert {share.slot: share.block for share in batch.shares} == {decoding: (), short: (), long: None}
 
 
 def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
-    long, decoding, batching = slot_of(unread=3000), slot_of(), Batching()
+    long, decoding, batching = slot_of(unread=3000), slot_of(), replace(measured(), prefill_chunk=0)
     slots, steps, late = [long], 0, 0
     while long in slots:
         now = 0.03 * steps
@@ -160,6 +160,20 @@ def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
         steps += 1
         assert steps < 200
     assert late == 0
+
+
+@pytest.mark.parametrize(("step_s", "row_s"), [(0.15, 0.0), (0.0186, 0.0001)])
+def test_a_crowd_at_a_verifier_that_has_measured_nothing_is_read_in_few_steps(step_s, row_s) -> None:
+    """Its first steps would all have prompts, whose few rows would pass for the whole time of a step."""
+    batching, slots, steps = Batching(), [slot_of(unread=20)], 0
+    while any(slot.num_uncomputed_tokens > 1 for slot in slots):
+        batch = batching.plan(slots, step_s * steps)
+        for share in batch.shares:
+            share.slot.num_uncomputed_tokens = max(1, share.slot.num_uncomputed_tokens - share.num_tokens)
+        batching.measure(batch, step_s + row_s * batch.num_rows, len(slots))
+        slots += [slot_of(unread=200) for _ in range(15 if steps == 0 else 0)]
+        steps += 1
+    assert steps <= 20, "3,000 tokens, 16 in each step at least"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_SCORED_ROWS = 128  # of these, rows whose logits are all kept for log probabilities of prompts: [rows, vocab]
 MIN_PREFILL_ROWS = 16  # beside those who decode, whatever a row costs
 PREFILL_SHARE = 0.5  # of the time of a step without prompts that these may add, whatever the limit of the gap
-FIRST_PREFILL_ROWS = 64  # beside those who decode, before the cost of a row is known
+FIRST_PREFILL_ROWS = 64  # beside those who decode, before the cost of a prompt's row is known
 MAX_WAIT_S = 1.0  # after which the prompt that has waited longest is read beside shorter ones
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
 _MIN_STEP_S = 1e-4
@@ -168,7 +168,7 @@ class Batching:
         if not of_prompts:
             self.cost.add(batch.num_rows, seconds)
             self.base_s, self.row_s = self.cost.line(max(1, num_sessions))
-        elif of_prompts >= MIN_PREFILL_ROWS:  # in a shorter one most of the time is the step's own
+        elif of_prompts >= MIN_PREFILL_ROWS and self.base_s:  # in a shorter one most of the time is the step's own
             rest_s = self.cost.seconds(max(1, batch.num_rows - of_prompts))
             self.prefill_row_s.add(max(0.0, seconds - rest_s) / of_prompts)
 
@@ -273,11 +273,14 @@ class Batching:
             return MAX_PREFILL_ROWS
         if self.prefill_chunk:
             return self.prefill_chunk
-        if not self.prefill_row_s.value:
+        if not self.base_s:
+            return 0  # else a crowd's first steps would all have prompts, and their rows pass for the whole time of a step
+        if not self.prefill_row_s.seen:
             return FIRST_PREFILL_ROWS
         without_s = self.cost.seconds(decoding_rows)
         spare_s = max(self.max_gap_s - without_s, PREFILL_SHARE * without_s)
-        return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
+        rows = spare_s / max(self.prefill_row_s.value, 1e-9)  # a paced step may have them for nothing
+        return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(rows)))
 
     def _prompts(self, reading: Sequence[Slot], room: int, now: float) -> list[Share]:
         """Return shares of prompts within `room` rows, drafts aside: the shortest first, as `prompt_order` has it.
