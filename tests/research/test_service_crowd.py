@@ -47,8 +47,13 @@ class Fared:
 
     @property
     def least_share(self) -> float:
-        """Least rate over the median of the class, or over a token a step where the drafts of others hit more often."""
-        return min(self.rates) / max(1e-9, min(statistics.median(self.rates), 1 / statistics.median(self.gaps)))
+        """Least rate over the median of the class."""
+        return min(self.rates) / max(1e-9, statistics.median(self.rates))
+
+    @property
+    def all_in_every_step(self) -> bool:
+        """Whether the slowest gets a token of every step: more is up to its drafts alone."""
+        return min(self.rates) >= 0.9 / statistics.median(self.gaps)
 
 
 def fared(simulations: Sequence[FaultySimulation], of: ServiceClass) -> Fared:
@@ -81,7 +86,7 @@ def check_goals(found: dict[ServiceClass, Fared]) -> None:
     floor = 0.9 * medians[ServiceClass.FIGURES] / service_goals.MAX_STEPS_OUT
     assert medians[ServiceClass.BATCH] >= floor, "batch keeps its floor"
     for name, each in found.items():
-        assert each.least_share >= FAIR_SHARE, f"nobody of {name.name} starves"
+        assert each.least_share >= FAIR_SHARE or each.all_in_every_step, f"nobody of {name.name} starves"
 
 
 def table(found: dict[ServiceClass, Fared]) -> str:
