@@ -274,7 +274,7 @@ class Batching:
         if self.prefill_chunk:
             return self.prefill_chunk
         if not self.base_s:
-            return 0  # else a crowd's first steps would all have prompts, and their rows pass for the whole time of a step
+            return 0  # else a crowd's first steps would all have prompts, whose rows would pass for a step's whole time
         if not self.prefill_row_s.seen:
             return FIRST_PREFILL_ROWS
         without_s = self.cost.seconds(decoding_rows)
