@@ -146,6 +146,7 @@ class Fleet:
             if at_s >= end_s:
                 break
             self._clock.at(at_s, partial(self._begin, tokens))
+        self._clock.at(end_s, lambda: None)  # a small fleet may have no text in the end
         while self._clock.now < end_s:
             self._clock.advance()
         for text, link, edge, began_s in self._running.values():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 import random
 from dataclasses import fields, replace
 
 import pytest
+from recorded import written
 from test_crowd import PRICES, TRACES, crowd, speed, trace
 
 from outrider.bench.bench_results import Benchmark, BenchmarkRun
@@ -17,6 +19,7 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.link.link_traces import find_trace
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
+from research.commands import main
 from research.fleet.benchmark_again import SIMULATED, simulated_again
 from research.fleet.capacity import Bounds, Held, best_length, capacity, most_sessions, sizes_to
 from research.fleet.fleet_plots import LINES, plot
@@ -34,6 +37,7 @@ from research.fleet.schemes import (
 from research.fleet.whole_fleet import MAX_TOKENS, Fleet, FleetPlan, read_arrivals
 from research.research_settings import DEVICE_NAMES, PRICE_NAMES
 from research.simulator.clock import Costs
+from research.traces.recordings import CostSheet, DrafterCosts, Recording, TargetCosts
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BOUNDS = Bounds(gap_s=0.075, pace_s=0.025, max_sessions=64, session_seconds=12.0)
@@ -174,6 +178,22 @@ def test_texts_without_an_edge_or_a_slot_are_counted(tmp_path) -> None:
     found = run.run()
     assert run.refused > 0
     assert sum(found.rates) <= 4 / VERIFIERS["70b"].step_s * len(found.rates)
+
+
+def test_the_command_runs_all_schemes_with_as_many_texts_for_each_verifier(tmp_path, capfd) -> None:
+    name = trace(0).drafter
+    sheet = CostSheet(TargetCosts(0.010, 0.001, 0.0005), {name: DrafterCosts(0.001, 0.0001)})
+    traces = written(Recording({name: [trace(seed) for seed in range(2)]}, sheet), tmp_path)
+    rows = "".join(f"2023-11-16 18:15:{at:02}.0000000,100,{20 + at}\n" for at in range(60))
+    record, size = tmp_path / "fleet.json", ["--edges", "40", "--verifiers", "1,2", "--texts", "3", "--seconds", "1"]
+    files = ["--arrivals", str(arrivals_file(tmp_path, HEADER + rows)), "--json", str(record)]
+    assert main(["fleet", "edges", str(traces), *files, *size]) == 0
+    saved = json.loads(record.read_text())
+    assert [row["texts"] for row in saved["rows"]] == [3] * 6 + [6] * 6
+    assert len({row["scheme"] for row in saved["rows"]}) == 6
+    assert all(row["tokens_per_second"] > 0 for row in saved["rows"])
+    assert (saved["run"]["edges"], saved["prices"]["name"]) == (40, "70b")
+    assert "Outrider, both ends" in capfd.readouterr().out
 
 
 def test_results_of_all_schemes_come_back_from_other_processes() -> None:
