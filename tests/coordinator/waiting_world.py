@@ -123,7 +123,7 @@ class Verifier:
     slots: int
     context: int
     draining: bool = False
-    running: set[Text] = field(default_factory=set)
+    running: dict[Text, None] = field(default_factory=dict)  # in order, so that a seed decides all
     coming: int = 0  # leased, and not here yet
     idle_since_s: float = float("inf")  # a text waits that could take a slot, and none was given since
     admitted: dict[str, int] = field(default_factory=dict)
@@ -337,15 +337,21 @@ class WaitingWorld:
             self.waiting.pop(text, None)
             text.counted = False
             self.view.leave(text.key, text.name)
-        else:  # a slot is kept for it as long as it might still come
-            self._at(text.due_s + GRACE_S, lambda: self.waiting.pop(text, None))
+        else:
+            self._at(text.due_s + GRACE_S, partial(self._gone, text))
+
+    def _gone(self, text: Text) -> None:
+        """Wait no more for one that left without a word: a slot was kept for it, and the next asks a retry later."""
+        self.waiting.pop(text, None)
+        for verifier in self.verifiers:
+            verifier.idle_since_s = max(verifier.idle_since_s, self.now)
 
     def _open(self, text: Text, verifier: Verifier) -> None:
         verifier.coming -= 1
         if len(verifier.running) >= verifier.slots or verifier.draining:
             self._after(VERIFIER_RETRY_S, partial(self._ask, text))
             return
-        verifier.running.add(text)
+        verifier.running[text] = None
         verifier.admitted[text_name(text.key, text.name)] = text.leases - 1
         text.since_s, text.began = self.now, True
         text.served_s = self.now if text.served_s is None else text.served_s
@@ -356,7 +362,7 @@ class WaitingWorld:
         """End a stream: its text is whole, or looks for another slot."""
         if text not in verifier.running or text.leases != leases:
             return
-        verifier.running.discard(text)
+        del verifier.running[text]
         went_on_s = self.now - text.since_s
         self.busy_s += went_on_s
         text.left_s -= went_on_s
