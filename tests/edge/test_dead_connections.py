@@ -142,6 +142,17 @@ async def test_a_connection_that_dies_soon_after_another_is_left_as_soon(monkeyp
             assert (router.connections, len(renewed)) == (1 + number, number)
 
 
+async def test_a_connection_that_dies_under_the_same_call_is_left_as_well(monkeypatch) -> None:
+    async with routed(monkeypatch) as (coordinator, router, client, renewed):
+        router.forget()
+        client.on_renewed = lambda: (renewed.append("renewed"), len(renewed) == 1 and router.forget())
+        began = time.monotonic()
+        assert await client.open_lease(REQUEST) == LEASE
+        assert time.monotonic() - began < 4.0, "it does not wait for its deadline"
+        assert len(renewed) == 2
+        assert coordinator.asked == 2
+
+
 async def test_a_watch_ends_with_an_error_where_its_connection_is_given_up(
     monkeypatch,
 ) -> None:
@@ -181,7 +192,7 @@ async def test_a_coordinator_that_says_nothing_at_all_is_asked_over_another_conn
     async with routed(monkeypatch) as (coordinator, router, client, renewed):
         coordinator.takes_s, coordinator.well = 3 * UNANSWERED_S, False
         assert await client.open_lease(REQUEST) == LEASE
-        assert (router.connections, coordinator.asked, renewed) == (2, 1 + 2, ["renewed"])
+        assert (router.connections, coordinator.asked, len(renewed)) == (3, 1 + 3, 2), "and not again and again"
 
 
 async def test_a_coordinator_that_drops_calls_of_too_long_a_line_is_asked_again(monkeypatch) -> None:

@@ -27,6 +27,7 @@ MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
 SUSPECTED_S = 0.3  # as well, where a stream of this machine has fallen silent
 HEALTH_WITHIN_S = 1.0  # before that
+MAX_RENEWALS = 2  # of a call: a device may change its network again meanwhile
 BUSY_RETRY_S = 1.0  # on average
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
@@ -144,9 +145,12 @@ class CoordinatorClient:
         channel = self._channel()
         call = over(channel)
         try:
-            if unanswered_s is not None and await self._renewed(channel, call, unanswered_s):
+            for _ in range(MAX_RENEWALS if unanswered_s is not None else 0):
+                if not await self._renewed(channel, call, unanswered_s or 0.0):
+                    break
                 call.cancel()
-                call = over(self._channel())
+                channel = self._channel()
+                call = over(channel)
             return decode(await call)
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
