@@ -175,7 +175,7 @@ class FleetSettings(HeldSettings):
     arrivals: Path = option(REQUIRED, "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset")
     price: str = option("70b", "prices of the verifiers", choices=PRICE_NAMES)
     edges: int = option(10_000, "number of edges", metavar="N", check=at_least(1))
-    verifiers: tuple[int, ...] = listed((1, 8, 64), "numbers of verifiers", check=at_least(1))
+    verifiers: tuple[int, ...] = listed((1, 4, 16, 64), "numbers of verifiers", check=at_least(1))
     texts: int = option(100, "texts of each verifier that go on at once, by the pace", metavar="N", check=at_least(1))
     seconds: float = option(6.0, "time that is measured after a warm-up", check=at_least(1))
     length: int = option(4, "drafts of a round, and of co-located drafting", metavar="N", check=at_least(1))

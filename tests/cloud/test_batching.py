@@ -173,7 +173,7 @@ def test_a_crowd_at_a_verifier_that_has_measured_nothing_is_read_in_few_steps(st
         batching.measure(batch, step_s + row_s * batch.num_rows, len(slots))
         slots += [slot_of(unread=200) for _ in range(15 if steps == 0 else 0)]
         steps += 1
-    assert steps <= 20, "3,000 tokens, 16 in each step at least"
+    assert steps <= 20, "3,000 tokens, and not 16 in each"
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ CROWD = replace(
 
 
 def test_an_edge_pays_in_a_crowd_whose_rows_are_dear() -> None:
-    """Of what it has sent a step verifies what pays, and the rest costs nobody a row."""
+    """A step verifies what pays of all that the edge has sent, and the rest costs nobody a row."""
     division = division_of(CROWD)
     assert division.edge_pays
     assert division.here_s == 0.0

@@ -116,7 +116,7 @@ def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         "uplink_bytes": statistics.uplink_bytes,
         "downlink_bytes": statistics.downlink_bytes,
         "finish_reason": completion.finish_reason.name.lower(),
-        **({"service": service_summary([statistics.service])} if statistics.service is not None else {}),
+        **service_summary([statistics.service]),
     }
 
 

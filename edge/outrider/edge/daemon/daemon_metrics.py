@@ -165,7 +165,6 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     verified = sum(observer.statistics.verified for observer in observers)
     most = max([0, *(observer.max_verified for observer in observers), *accepted_of])
     errors = [observer.statistics.drafter_error for observer in observers if observer.statistics.drafter_error]
-    services = [record for observer in observers if (record := observer.statistics.service) is not None]
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
@@ -179,7 +178,7 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
         "seed": seed,
         "drafter": observers[0].drafter if observers else "none",
         "drafter_error": errors[0] if errors else None,
-        **({"service": service_summary(services)} if services else {}),
+        **service_summary(observer.statistics.service for observer in observers),
     }
 
 

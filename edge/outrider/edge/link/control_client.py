@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
 SUSPECTED_S = 0.3  # as well, where a stream of this machine has fallen silent
-HEALTH_WITHIN_S = 1.0  # before that
+HEALTH_WITHIN_S = 1.0  # that the coordinator has to say its health, before either ends
 MAX_RENEWALS = 2  # of a call: a device may change its network again meanwhile
 BUSY_RETRY_S = 1.0  # on average
 T = TypeVar("T")
@@ -133,10 +133,8 @@ class CoordinatorClient:
         self._retired.add(retiring)
         retiring.add_done_callback(self._retired.discard)
 
-    async def _call(
-        self, method: str, request: bytes, decode: Callable[[bytes], T], unanswered_s: float | None = None
-    ) -> T:
-        """Call, with `unanswered_s` over another connection too after so many seconds; None: over this one alone."""
+    async def _call(self, method: str, request: bytes, decode: Callable[[bytes], T], unanswered_s: float = 0.0) -> T:
+        """Call, after `unanswered_s` without an answer over another connection too; 0: over this one alone."""
 
         def over(channel: grpc.aio.Channel) -> Any:
             unary: Any = channel.unary_unary(_PREFIX + method)
@@ -145,8 +143,8 @@ class CoordinatorClient:
         channel = self._channel()
         call = over(channel)
         try:
-            for _ in range(MAX_RENEWALS if unanswered_s is not None else 0):
-                if not await self._renewed(channel, call, unanswered_s or 0.0):
+            for _ in range(MAX_RENEWALS if unanswered_s else 0):
+                if not await self._renewed(channel, call, unanswered_s):
                     break
                 call.cancel()
                 channel = self._channel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,13 +48,18 @@ class ServiceRecord:
         return late or self.kept < KEPT_SHARE * self.gaps
 
 
-def service_summary(records: Sequence[ServiceRecord]) -> dict[str, Any]:
-    """Return what became of the service that some texts of one request asked for, for JSON; there is at least one."""
+def service_summary(of_texts: Iterable[ServiceRecord | None]) -> dict[str, Any]:
+    """Return what became of the service that texts of a request asked for, for JSON; empty: they asked for none."""
+    records = [record for record in of_texts if record is not None]
+    if not records:
+        return {}
     return {
-        "goal": str(records[0].goal),
-        "gaps": sum(record.gaps for record in records),
-        "gaps_kept": sum(record.kept for record in records),
-        "first_token_ms": round(1e3 * max(record.first_token_s for record in records), 3),
-        "missed": any(record.missed for record in records),
-        "unlikely": any(record.unlikely for record in records),
+        "service": {
+            "goal": str(records[0].goal),
+            "gaps": sum(record.gaps for record in records),
+            "gaps_kept": sum(record.kept for record in records),
+            "first_token_ms": round(1e3 * max(record.first_token_s for record in records), 3),
+            "missed": any(record.missed for record in records),
+            "unlikely": any(record.unlikely for record in records),
+        }
     }
