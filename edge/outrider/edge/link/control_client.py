@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
-SUSPECTED_S = 0.3  # as well, where a stream of this machine has fallen silent
+SUSPECTED_S = 0.1  # as well, where a stream of this machine has fallen silent
 HEALTH_WITHIN_S = 1.0  # that the coordinator has to say its health, before either ends
 MAX_RENEWALS = 2  # of a call: a device may change its network again meanwhile
 BUSY_RETRY_S = 1.0  # on average
