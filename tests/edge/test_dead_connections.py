@@ -153,6 +153,20 @@ async def test_a_connection_that_dies_under_the_same_call_is_left_as_well(monkey
         assert coordinator.asked == 2
 
 
+async def test_a_connection_that_was_begun_while_nothing_passed_is_begun_again(monkeypatch) -> None:
+    async with routed(monkeypatch) as (_, router, client, renewed):
+        router.forget()
+        router.cut = True
+        waiting = asyncio.create_task(client.open_lease(SUSPECTED))
+        while router.connections < 2:  # noqa: ASYNC110 - the router has no event
+            await asyncio.sleep(0.01)
+        router.cut = False
+        began = time.monotonic()
+        assert await waiting == LEASE
+        assert time.monotonic() - began < 3.0, "not once the first has been given up after 5 s"
+        assert renewed == ["renewed"]
+
+
 async def test_a_watch_ends_with_an_error_where_its_connection_is_given_up(
     monkeypatch,
 ) -> None:

@@ -27,6 +27,7 @@ MAX_WAIT_S = 10.0  # between two attempts at a download
 UNANSWERED_S = 2.0  # after which a call is tried over another connection
 SUSPECTED_S = 0.1  # as well, where a stream of this machine has fallen silent
 HEALTH_WITHIN_S = 1.0  # that the coordinator has to say its health, before either ends
+ATTEMPTS_S = (0.5, 1.0, 2.0)  # at such a connection: one that begins while the network changes may never stand
 MAX_RENEWALS = 2  # of a call: a device may change its network again meanwhile
 BUSY_RETRY_S = 1.0  # on average
 T = TypeVar("T")
@@ -184,15 +185,21 @@ class CoordinatorClient:
 
     async def _renew(self) -> None:
         options = [*CLIENT_OPTIONS, OWN_CONNECTION]
-        another = open_channel(self.address, options, self._credentials, self.security.server_name)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await another.channel_ready()
-        except (TimeoutError, asyncio.CancelledError):
-            self._retire(another)
-        else:
-            self._use(another)
-            self.on_renewed()
+            for within_s in (*ATTEMPTS_S, self._timeout_s):
+                another = open_channel(self.address, options, self._credentials, self.security.server_name)
+                try:
+                    async with asyncio.timeout(within_s):
+                        await another.channel_ready()
+                except TimeoutError:
+                    self._retire(another)
+                except asyncio.CancelledError:
+                    self._retire(another)
+                    return
+                else:
+                    self._use(another)
+                    self.on_renewed()
+                    return
         finally:
             self._renewing = None
 
